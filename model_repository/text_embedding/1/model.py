@@ -1,0 +1,3 @@
+from ortgraph.backend import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]

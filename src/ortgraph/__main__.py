@@ -1,0 +1,5 @@
+"""`python -m ortgraph`."""
+
+from .cli import app
+
+app()

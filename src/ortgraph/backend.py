@@ -1,0 +1,221 @@
+"""TritonPythonModel: the only file that knows Triton's Python backend."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from . import dlpack
+from .batch import Request
+from .config import ModelConfig, parse
+from .dtypes import DType
+from .engine import Answer, Engine
+from .errors import InvalidRequest, LoadError, RequestError, UnsupportedRequest, first_line
+from .metrics import Labels, MetricsThread, describe
+from .providers import open_provider
+from .providers.base import Array, HostArrays
+from .signature import TensorSpec
+
+# Axis names that exporters give to the batch: only then does a model without a config get a max_batch_size.
+_BATCH_NAMES = re.compile(r"(?i)n|b|bs|(.*[._])?batch(_?size)?")
+DEFAULT_MAX_BATCH_SIZE = 32
+
+
+class TritonPythonModel:
+    """Serves the `model.onnx` of its version folder."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        """Fill in inputs, outputs and, where neither was written, batching, from the ONNX model.
+
+        A model that cannot be read is left to `initialize`, which says why.
+        """
+        written = copy.deepcopy(auto_complete_model_config.as_dict())  # it changes with every add_ below
+        try:
+            config = ModelConfig(written["name"], "1", _model_path(written, pb_utils.get_model_dir()), graph_level=2)
+            provider = open_provider(config)
+        except LoadError:
+            return auto_complete_model_config
+        inputs = [spec for spec in provider.inputs if spec.dtype.triton]
+        outputs = [spec for spec in provider.outputs if spec.dtype.triton]
+        provider.close()
+        has_io = bool(written.get("input") or written.get("output"))
+        if not has_io and not written.get("max_batch_size") and _is_batchable(inputs, outputs):
+            auto_complete_model_config.set_max_batch_size(DEFAULT_MAX_BATCH_SIZE)
+            if not any(key in written for key in ("dynamic_batching", "sequence_batching")):
+                auto_complete_model_config.set_dynamic_batching()
+        is_batched = auto_complete_model_config.as_dict().get("max_batch_size", 0) > 0
+        for spec in () if written.get("input") else inputs:
+            auto_complete_model_config.add_input(_config_entry(spec, is_batched))
+        for spec in () if written.get("output") else outputs:
+            auto_complete_model_config.add_output(_config_entry(spec, is_batched))
+        return auto_complete_model_config
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the model; it is ready when this returns. A failure is one line that says what to change."""
+        self._engine: Engine | None = None
+        self._metrics: MetricsThread | None = None
+        written = json.loads(args["model_config"])
+        try:
+            config = parse(
+                written,
+                model_path=_model_path(written, pb_utils.get_model_dir()),
+                version=args["model_version"],
+                instance_kind=args["model_instance_kind"],
+                device_id=int(args["model_instance_device_id"]),
+            )
+            _check_stub(config)
+            start = time.perf_counter()
+            self._engine = Engine.load(config)
+        except LoadError as error:
+            raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
+        pb_utils.Logger.log_info(f"ortgraph: {_loaded_line(args, self._engine, time.perf_counter() - start)}")
+        for note in self._engine.findings.notes:
+            pb_utils.Logger.log_warn(f"ortgraph: {args['model_name']}: {note}")
+        signature, sink = self._engine.signature, _TritonMetrics(args["model_name"], args["model_version"])
+        self._dtypes = {spec.name: spec.dtype for spec in signature.inputs + signature.outputs}
+        self._metrics = MetricsThread(self._engine.metrics, sink.add)
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """Answer a batch: one response for each request, in order; a bad one gets its own error."""
+        assert self._engine
+        batch = self._engine.begin([self._read(request) for request in requests])
+        responses: list[Any] = [None] * len(requests)
+        for index, answer in self._engine.finish(batch):
+            responses[index] = self._respond(answer)
+        return responses
+
+    def is_ready(self) -> bool:
+        """Whether the model can answer (asked by Triton 26.03 and later)."""
+        return getattr(self, "_engine", None) is not None
+
+    def finalize(self) -> None:
+        """Undo initialize in reverse."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _read(self, request: Any) -> Request | RequestError:
+        """Borrow a request's tensors: no copy, valid until `execute` returns."""
+        try:
+            inputs = {}
+            for tensor in request.inputs():
+                name = tensor.name()
+                inputs[name] = _host_array(name, tensor, self._dtypes.get(name))
+            return Request(inputs, tuple(request.requested_output_names()), request.is_cancelled)
+        except RequestError as error:
+            return error
+        except pb_utils.TritonModelException as error:
+            return InvalidRequest(first_line(error))
+
+    def _respond(self, answer: Answer) -> Any:
+        if isinstance(answer, RequestError):
+            return _error_response(answer)
+        return pb_utils.InferenceResponse(self._tensors(answer))
+
+    def _tensors(self, answer: HostArrays) -> list[Any]:
+        return [_triton_tensor(name, array, self._dtypes[name]) for name, array in answer.items()]
+
+
+def _host_array(name: str, tensor: Any, dtype: DType | None) -> Array:
+    if dtype is None:
+        raise InvalidRequest(f"unknown input '{name}'")
+    if not tensor.is_cpu():
+        raise UnsupportedRequest(f"input '{name}' lies on the GPU, but the model runs on the CPU; send host memory")
+    if dtype.is_raw:
+        return dlpack.borrow_raw(tensor, name, dtype.storage)
+    if dtype.is_string:
+        array: Array = tensor.as_numpy()
+        return array
+    # as_numpy() is wrong in stubs older than numpy 2 when numpy is 2; DLPack is right in all of them.
+    array = np.from_dlpack(tensor)
+    return array if array.flags.aligned else array.copy()
+
+
+def _triton_tensor(name: str, array: Array, dtype: DType) -> Any:
+    if array.ndim == 0:  # Triton has no scalars
+        array = array.reshape(1)
+    if dtype.is_string:
+        texts = [text.encode() if isinstance(text, str) else bytes(text) for text in array.ravel()]
+        encoded = np.empty(len(texts), np.object_)
+        encoded[:] = texts
+        return pb_utils.Tensor(name, encoded.reshape(array.shape))
+    return pb_utils.Tensor.from_dlpack(name, dlpack.Lent(array, dtype))
+
+
+def _error_response(error: RequestError) -> Any:
+    code = getattr(pb_utils.TritonError, error.status, pb_utils.TritonError.INTERNAL)
+    return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(str(error), code))
+
+
+def _model_path(written: dict[str, Any], version_folder: str) -> Path:
+    name = str(written.get("default_model_filename") or "model.onnx")
+    return Path(version_folder) / (name if name.endswith(".onnx") else "model.onnx")
+
+
+def _is_batchable(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
+    """The first axis of every tensor is dynamic, and the inputs name it as a batch."""
+    firsts = [spec.shape[0] if spec.shape else 0 for spec in (*inputs, *outputs)]
+    named = [isinstance(first, str) and _BATCH_NAMES.fullmatch(first) for first in firsts[: len(inputs)]]
+    return bool(inputs) and all(named) and not any(isinstance(first, int) for first in firsts)
+
+
+def _config_entry(spec: TensorSpec, is_batched: bool) -> dict[str, Any]:
+    dims = [size if isinstance(size, int) else -1 for size in spec.shape[1 if is_batched else 0 :]] or [1]
+    entry = {"name": spec.name, "data_type": spec.dtype.triton, "dims": dims}
+    return entry if spec.is_required else {**entry, "optional": True}
+
+
+def _check_stub(config: ModelConfig) -> None:
+    """A stub built before numpy 2 reads BYTES wrongly under numpy 2 and dies: refuse instead.
+
+    Raises:
+        LoadError: the model has a string tensor and this pair cannot carry it.
+    """
+    has_strings = any(tensor.dtype.is_string for tensor in config.inputs + config.outputs)
+    is_numpy_2 = int(np.__version__.split(".")[0]) >= 2
+    if has_strings and is_numpy_2 and b"numpy._core" not in Path("/proc/self/exe").read_bytes():
+        raise LoadError("this Triton's Python stub cannot carry BYTES with numpy 2; install 'numpy<2' or update Triton")
+
+
+def _loaded_line(args: dict[str, str], engine: Engine, load_s: float) -> str:
+    table, dims = engine.table, engine.signature.dims
+    buckets = "; ".join(
+        f"{dim.name}={','.join(map(str, ladder))}" for dim, ladder in zip(dims, table.ladders, strict=True) if ladder
+    )
+    padded = [dim.name for dim, is_padded in zip(dims, table.padded, strict=True) if is_padded]
+    return (
+        f"{args['model_name']} version {args['model_version']} on {engine.provider_name}, loaded and checked in "
+        f"{load_s:.1f} s; buckets: {buckets or 'none'}; padded: {', '.join(padded) or 'nothing'}"
+    )
+
+
+class _TritonMetrics:
+    """Triton's custom metrics: a family for each series name, a metric for each set of labels, made when first used."""
+
+    def __init__(self, model: str, version: str) -> None:
+        self._labels = {"model": model, "version": version}
+        self._families: dict[str, Any] = {}
+        self._metrics: dict[tuple[str, Labels], Any] = {}
+
+    def add(self, name: str, labels: Labels, value: float) -> None:
+        """Add to the counter on Triton's endpoint."""
+        metric = self._metrics.get((name, labels))
+        if metric is None:
+            family = self._families.get(name)
+            if family is None:
+                family = self._families[name] = pb_utils.MetricFamily(
+                    name=name, description=describe(name), kind=pb_utils.MetricFamily.COUNTER
+                )
+            metric = self._metrics[name, labels] = family.Metric(labels={**self._labels, **dict(labels)})
+        metric.increment(value)

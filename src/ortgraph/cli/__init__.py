@@ -1,0 +1,17 @@
+"""The `ortgraph` command; one file a command."""
+
+from __future__ import annotations
+
+import typer
+
+from .fetch import fetch
+from .serve import serve
+
+app = typer.Typer(
+    help="Serve ONNX models on NVIDIA Triton with a captured graph per shape bucket.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+app.command()(serve)
+app.command()(fetch)

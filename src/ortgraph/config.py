@@ -1,0 +1,234 @@
+"""A model's settings, parsed once from Triton's config into frozen dataclasses.
+
+The source is the JSON that Triton hands to `initialize` (`args["model_config"]`, the protobuf ModelConfig). Keys that
+Triton or its onnxruntime backend already have keep their name and meaning. An unknown key or a bad value raises
+ConfigError with the key, the rule, the value got and the nearest right key.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .dtypes import DType, from_triton
+from .errors import ConfigError, nearest
+
+T = TypeVar("T")
+MAX_BUCKET_SIZES = 256
+
+
+@dataclass(frozen=True)
+class TensorConfig:
+    """One `input` or `output` entry. `dims` are without the batch axis; -1 is a dynamic size."""
+
+    name: str
+    dtype: DType
+    dims: tuple[int, ...]
+    is_optional: bool = False
+    is_ragged: bool = False
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything a model needs to be served. Sizes in elements or rows, delays as Triton gives them."""
+
+    name: str
+    version: str
+    model_path: Path
+    max_batch_size: int = 0
+    inputs: tuple[TensorConfig, ...] = ()
+    outputs: tuple[TensorConfig, ...] = ()
+    instance_kind: str = "CPU"
+    device_id: int = 0
+    preferred_batch_sizes: tuple[int, ...] = ()
+    graph_level: int | None = None
+    execution_provider: str = "auto"
+    buckets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    pad_values: Mapping[str, float] = field(default_factory=dict)
+    default_values: Mapping[str, float] = field(default_factory=dict)
+    value_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    padding: str = "auto"
+    graph_capture: str = "auto"
+    busy_wait_events: bool = False
+    intra_op_thread_count: int | None = None
+    inter_op_thread_count: int | None = None
+    execution_mode: int = 0
+    cpu_streams: int | None = None
+    enable_mem_arena: bool = True
+    enable_mem_pattern: bool = True
+    session_config: Mapping[str, str] = field(default_factory=dict)
+    provider_options: Mapping[str, str] = field(default_factory=dict)
+
+
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        if value not in allowed:
+            raise ValueError(f"one of {', '.join(allowed)}")
+        return value
+
+    return parse
+
+
+def _integer(low: int, high: int) -> Callable[[str], int]:
+    def parse(value: str) -> int:
+        if not re.fullmatch(r"-?\d{1,12}", value) or not low <= int(value) <= high:
+            raise ValueError(f"a whole number from {low} to {high}")
+        return int(value)
+
+    return parse
+
+
+def _flag(value: str) -> bool:
+    if value.lower() not in ("0", "1", "true", "false"):
+        raise ValueError("1 or 0")
+    return value.lower() in ("1", "true")
+
+
+def _pairs(value: str, rule: str) -> dict[str, str]:
+    """`a=1; b=2` as a dict; an empty part between two semicolons is allowed, a repeated name is not."""
+    found: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in value.split(";"))):
+        name, equals, text = (piece.strip() for piece in part.partition("="))
+        if not equals or not name or not text or name in found:
+            raise ValueError(rule)
+        found[name] = text
+    return found
+
+
+def parse_buckets(value: str) -> dict[str, tuple[int, ...]]:
+    """`batch=1,2,4; x[3]=160,320` as sizes for each dimension, ascending and without repeats."""
+    rule = "'name=size,size; input[axis]=size', each size a whole number from 1 and no name twice"
+    ladders: dict[str, tuple[int, ...]] = {}
+    for name, text in _pairs(value, rule).items():
+        sizes = [size.strip() for size in text.split(",")]
+        if not all(re.fullmatch(r"\d{1,9}", size) and int(size) > 0 for size in sizes):
+            raise ValueError(rule)
+        ladders[name] = tuple(sorted({int(size) for size in sizes}))
+        if len(ladders[name]) > MAX_BUCKET_SIZES:
+            raise ValueError(f"at most {MAX_BUCKET_SIZES} sizes for a dimension")
+    return ladders
+
+
+def _numbers(value: str) -> dict[str, float]:
+    rule = "'input=number; input=number'"
+    try:
+        return {name: float(text) for name, text in _pairs(value, rule).items()}
+    except ValueError:
+        raise ValueError(rule) from None
+
+
+def _ranges(value: str) -> dict[str, tuple[float, float]]:
+    rule = "'input=low..high; input=low..high', both finite and low not above high"
+    found = {}
+    for name, text in _pairs(value, rule).items():
+        low, dots, high = text.partition("..")
+        try:
+            found[name] = (float(low), float(high))
+        except ValueError:
+            raise ValueError(rule) from None
+        if not dots or not -math.inf < found[name][0] <= found[name][1] < math.inf:
+            raise ValueError(rule)
+    return found
+
+
+# key in `parameters` -> (field of ModelConfig, parser)
+_PARAMETERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "execution_provider": ("execution_provider", _choice("auto", "cpu", "cuda")),
+    "buckets": ("buckets", parse_buckets),
+    "pad_values": ("pad_values", _numbers),
+    "default_values": ("default_values", _numbers),
+    "value_ranges": ("value_ranges", _ranges),
+    "padding": ("padding", _choice("auto", "off")),
+    "graph_capture": ("graph_capture", _choice("auto", "required", "off")),
+    "intra_op_thread_count": ("intra_op_thread_count", _integer(0, 1024)),
+    "inter_op_thread_count": ("inter_op_thread_count", _integer(0, 1024)),
+    "execution_mode": ("execution_mode", _integer(0, 1)),
+    "cpu_streams": ("cpu_streams", _integer(1, 64)),
+    "enable_mem_arena": ("enable_mem_arena", _flag),
+    "enable_mem_pattern": ("enable_mem_pattern", _flag),
+}
+# The onnxruntime backend's CUDA settings: kept for a provider that has them, checked by ONNX Runtime itself.
+_PROVIDER_OPTIONS = frozenset({"cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy"})
+# Read by Triton's Python backend before this package sees the model.
+_TRITON_PARAMETERS = frozenset({"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"})
+_SESSION_PREFIXES = ("session.", "ep.", "optimization.", "mlas.")
+
+
+def _parse_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {"session_config": {}, "provider_options": {}}
+    for key, entry in parameters.items():
+        value = str(entry.get("string_value", "") if isinstance(entry, Mapping) else entry).strip()
+        if key.startswith(_SESSION_PREFIXES):
+            fields["session_config"][key] = value
+        elif key in _PROVIDER_OPTIONS:
+            fields["provider_options"][key] = value
+        elif key in _PARAMETERS:
+            name, parse = _PARAMETERS[key]
+            try:
+                fields[name] = parse(value)
+            except ValueError as rule:
+                raise ConfigError(f"parameter '{key}' must be {rule}, got '{value}'") from None
+        elif key not in _TRITON_PARAMETERS:
+            raise ConfigError(f"unknown parameter '{key}'{nearest(key, (*_PARAMETERS, *_PROVIDER_OPTIONS))}")
+    return fields
+
+
+def _parse_tensor(kind: str, entry: Mapping[str, Any], is_batched: bool) -> TensorConfig:
+    name, type_name = str(entry["name"]), str(entry["data_type"])
+    dtype = from_triton(type_name)
+    if dtype is None:
+        raise ConfigError(f"{kind} '{name}': data_type {type_name} is not known")
+    if entry.get("is_shape_tensor"):
+        raise ConfigError(f"{kind} '{name}': is_shape_tensor is for TensorRT; remove it")
+    if kind == "output" and entry.get("reshape"):
+        raise ConfigError(f"output '{name}': reshape is not supported; give the model's own dims")
+    shape = entry.get("reshape", {}).get("shape") if entry.get("reshape") else entry.get("dims", ())
+    dims = tuple(int(size) for size in shape or ())
+    return TensorConfig(
+        name, dtype, dims, bool(entry.get("optional")), bool(entry.get("allow_ragged_batch")) and is_batched
+    )
+
+
+def parse(
+    model_config: Mapping[str, Any] | str, *, model_path: Path, version: str = "1", **instance: Any
+) -> ModelConfig:
+    """Parse Triton's ModelConfig (JSON text or its dict) for the ONNX file at `model_path`.
+
+    Args:
+        instance: `instance_kind` ("CPU", "GPU") and `device_id`, as Triton's `initialize` gives them.
+
+    Raises:
+        ConfigError: a value is wrong, a key is unknown, or a feature is asked for that cannot be combined with this.
+    """
+    raw: Mapping[str, Any] = json.loads(model_config) if isinstance(model_config, str) else model_config
+    if raw.get("model_transaction_policy", {}).get("decoupled"):
+        raise ConfigError("model_transaction_policy.decoupled: every request has one answer here; remove it")
+    if raw.get("sequence_batching"):
+        raise ConfigError("sequence_batching is not supported; pass the state as an input and an output")
+    if raw.get("batch_input") or raw.get("batch_output"):
+        raise ConfigError("batch_input and batch_output are not supported; ragged inputs are padded instead")
+    optimization = raw.get("optimization", {})
+    level = optimization.get("graph", {}).get("level")
+    if level is not None and level not in (-1, 0, 1, 2):
+        raise ConfigError(f"optimization.graph.level must be -1, 1 or 2, got {level}")
+    cuda = optimization.get("cuda") or {}
+    max_batch_size = int(raw.get("max_batch_size", 0))
+    batching = raw.get("dynamic_batching") or {}
+    return ModelConfig(
+        name=str(raw.get("name", model_path.parent.parent.name)),
+        version=version,
+        model_path=model_path,
+        max_batch_size=max_batch_size,
+        inputs=tuple(_parse_tensor("input", entry, max_batch_size > 0) for entry in raw.get("input", ())),
+        outputs=tuple(_parse_tensor("output", entry, max_batch_size > 0) for entry in raw.get("output", ())),
+        preferred_batch_sizes=tuple(int(size) for size in batching.get("preferred_batch_size", ())),
+        graph_level=level,
+        busy_wait_events=bool(cuda.get("busy_wait_events")),
+        **instance,
+        **_parse_parameters(raw.get("parameters", {})),
+    )

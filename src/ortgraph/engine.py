@@ -1,0 +1,343 @@
+"""From requests to answers: check, group, stage, launch; then wait, split, answer. Without Triton.
+
+`begin` starts every group of a batch and returns what is in flight; `finish` hands out the answers as each group is
+done. In-flight work is a value that the caller holds. `run` and `run_batch` are the synchronous twins for tools and
+tests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import signature as signatures
+from .agreement import check_agreement
+from .batch import Request, RequestChecker
+from .buckets import BucketTable, Group, Item, Ladder, default_batch_ladder
+from .config import ModelConfig
+from .dtypes import as_storage
+from .errors import InvalidRequest, ModelError, RequestError, RunError
+from .graph import capture_buckets, replay_cost
+from .metrics import Metrics
+from .preflight import Findings, Preflight
+from .providers import Provider, Run, Slot, open_provider
+from .providers.base import Array, HostArrays
+from .responses import OutputRules, split
+from .signature import BATCH, Signature, Sizes
+from .staging import stage
+
+# Asking Triton whether a request was cancelled takes about 50 us (it crosses to the server), so it is asked only
+# where a request takes at least this long to run.
+CANCEL_CHECK_FROM_S = 0.001
+
+Answer = HostArrays | RequestError
+
+
+@dataclass(frozen=True)
+class Flight:
+    """One group that was started: its slot is given back when it is finished."""
+
+    group: Group
+    slot: Slot
+    run: Run
+    started_s: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests in work: groups in flight, and those refused with their error, by place in the batch."""
+
+    requests: Sequence[Request]
+    flights: Sequence[Flight]
+    refused: Mapping[int, RequestError]
+
+
+class Engine:
+    """One loaded model instance. All calls come from one thread."""
+
+    def __init__(self, config: ModelConfig, provider: Provider, signature: Signature, findings: Findings) -> None:
+        """Use `Engine.load`; this takes the parts it made."""
+        self.config = config
+        self.signature = signature
+        self.findings = findings
+        self.metrics = Metrics()
+        self._provider = provider
+        self._outputs = tuple(spec.name for spec in signature.outputs)
+        self._checker = _checker(config, signature)
+        self._rules = OutputRules(findings.axes)
+        self._mean_request_s = 1.0
+        self.table = BucketTable(
+            ladders=_ladders(config, signature, has_default=provider.can_capture),
+            padded=tuple(findings.padded),
+            batch_dim=signature.index(BATCH) if signature.is_batched and findings.can_join else None,
+            max_rows=max(config.max_batch_size, 1),
+            has_fixed_shapes=provider.has_fixed_shapes,
+            cost=findings.cost,
+        )
+
+    @classmethod
+    def load(cls, config: ModelConfig, *, allow_values: bool = False) -> Engine:
+        """Open the model, check it against its config, and prove what may be joined and padded.
+
+        Args:
+            allow_values: also load a model that takes or gives sequences, maps or optionals; only `run` serves it.
+
+        Raises:
+            LoadError: the model cannot be served; one line says what to change.
+        """
+        provider = open_provider(config)
+        try:
+            if provider.not_tensors and not allow_values:
+                raise ModelError(f"{provider.not_tensors[0]}; only tensors of known element types can be served")
+            check_agreement(config, provider.inputs, provider.outputs)
+            served = {tensor.name for tensor in config.outputs}
+            outputs = tuple(spec for spec in provider.outputs if not served or spec.name in served)
+            signature = signatures.build(
+                provider.inputs, outputs, is_batched=config.max_batch_size > 0, addressed=config.buckets
+            )
+            findings = Findings([False] * len(signature.dims), can_join=False)
+            if not provider.not_tensors:
+                findings = _examine(config, provider, signature)
+            return cls(config, provider, signature, findings)
+        except BaseException:
+            provider.close()
+            raise
+
+    @property
+    def provider_name(self) -> str:
+        """The execution provider that runs the model."""
+        return self._provider.name
+
+    def begin(self, requests: Sequence[Request | RequestError]) -> Batch:
+        """Check, group, stage and launch; nothing is waited for. A RequestError among the requests is passed on."""
+        refused: dict[int, RequestError] = {}
+        items = []
+        for index, request in enumerate(requests):
+            if isinstance(request, RequestError):
+                refused[index] = request
+                continue
+            try:
+                is_cancelled = self._mean_request_s >= CANCEL_CHECK_FROM_S and request.is_cancelled()
+                checked = self._checker.check(request, is_cancelled=is_cancelled)
+            except RequestError as error:
+                refused[index] = error
+                continue
+            items.append(Item(index, checked.sizes, frozenset(request.inputs), not checked.alone))
+        good = [request if isinstance(request, Request) else Request({}) for request in requests]
+        return Batch(good, self._launch_all(items, good, refused), refused)
+
+    def finish(self, batch: Batch) -> Iterator[tuple[int, Answer]]:
+        """The answer of every request once, with its place in the batch; groups in the order they were started.
+
+        Where a group fails as a whole, its requests are run again one by one, so that only a bad one gets the error.
+        """
+        yield from batch.refused.items()
+        for flight in batch.flights:
+            yield from self._finish_flight(flight, batch.requests)
+        self.metrics.add("ortgraph_requests_total", len(batch.requests) - len(batch.refused), outcome="run")
+        if batch.refused:
+            self.metrics.add("ortgraph_requests_total", len(batch.refused), outcome="refused")
+
+    def run_batch(self, requests: Sequence[Request | RequestError]) -> list[Answer]:
+        """`begin` and `finish` in one: the answers in the order of the requests."""
+        answers = dict(self.finish(self.begin(requests)))
+        return [answers[index] for index in range(len(requests))]
+
+    def run(self, inputs: Mapping[str, Any], outputs: Sequence[str] = ()) -> dict[str, Any]:
+        """Run one request in this process.
+
+        Args:
+            inputs: arrays (or what numpy makes one of) of the model's element types and shapes, by input name.
+            outputs: the outputs wanted; empty means all.
+
+        Returns:
+            The outputs by name, in storage dtypes: bfloat16 as uint16 words, fp8 as uint8 words.
+
+        Raises:
+            RequestError: as a client would get it.
+        """
+        if self._provider.not_tensors:
+            names = tuple(outputs) or self._provider.output_names
+            return dict(zip(names, self._provider.run_values(inputs, names), strict=True))
+        known = {spec.name: spec.dtype for spec in self.signature.inputs}
+        arrays = {n: as_storage(n, v, known[n]) if n in known else v for n, v in inputs.items()}
+        answer = self.run_batch([Request(arrays, tuple(outputs))])[0]
+        if isinstance(answer, RequestError):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """Release the session; calling it twice is safe."""
+        self._provider.close()
+
+    def _launch_all(
+        self, items: Sequence[Item], requests: Sequence[Request], refused: dict[int, RequestError]
+    ) -> list[Flight]:
+        """Group and launch. Values are checked on whole staged groups; only where that fails, request by request."""
+        flights = []
+        for group in self.table.group(items):
+            flight = self._launch(group, requests, check_values=True)
+            if flight is not None:
+                flights.append(flight)
+                continue
+            good = []
+            for item in group.items:
+                try:
+                    self._checker.check_values(requests[item.index].inputs)
+                    good.append(item)
+                except InvalidRequest as error:
+                    refused[item.index] = error
+            for again in self.table.group(good):
+                checked = self._launch(again, requests)
+                assert checked
+                flights.append(checked)
+        return flights
+
+    def _launch(self, group: Group, requests: Sequence[Request], *, check_values: bool = False) -> Flight | None:
+        """Stage and start a group; None when values are checked and one is out of its range."""
+        start = time.perf_counter()
+        slot = self._provider.slot(group.bucket)
+        arrays = stage(slot, group, requests, self.signature, self._checker.fills)
+        if check_values:
+            try:
+                self._checker.check_values(arrays)
+            except InvalidRequest:
+                self._provider.give_back(slot)
+                return None
+        staged = time.perf_counter()
+        wanted = self._wanted(group, requests)
+        rows = None
+        if self.signature.is_batched:
+            rows = sum(item.sizes[0] for item in group.items)
+        flight = Flight(group, slot, slot.launch(wanted, rows), staged)
+        self._count(group, requests, staged - start)
+        return flight
+
+    def _finish_flight(self, flight: Flight, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
+        group = flight.group
+        try:
+            outputs = flight.run.wait()
+            answers: list[tuple[int, Answer]] = [
+                (item.index, found) for item, found in split(group, outputs, requests, self.signature, self._rules)
+            ]
+        except RequestError as error:
+            answers = []
+            if len(group.items) == 1:
+                answers.append((group.items[0].index, _as_client_error(error)))
+        finally:
+            self._provider.give_back(flight.slot)
+        run_s = time.perf_counter() - flight.started_s
+        self.metrics.observe("ortgraph_run_seconds", run_s)
+        self._mean_request_s += 0.1 * (run_s / len(group.items) - self._mean_request_s)
+        if answers:
+            yield from answers
+            return
+        self.metrics.add("ortgraph_eager_runs_total", len(group.items), reason="group_failed")
+        for item in group.items:
+            again = self._launch(Group((item,), *self.table.run_sizes((item,))), requests)
+            assert again
+            yield from self._finish_flight(again, requests)
+
+    def _wanted(self, group: Group, requests: Sequence[Request]) -> tuple[str, ...]:
+        wanted: set[str] = set()
+        for item in group.items:
+            names = requests[item.index].outputs
+            if not names:
+                return self._outputs
+            wanted.update(names)
+        return tuple(name for name in self._outputs if name in wanted)
+
+    def _count(self, group: Group, requests: Sequence[Request], staging_s: float) -> None:
+        add, observe = self.metrics.add, self.metrics.observe
+        if group.bucket is not None:
+            add("ortgraph_bucket_hits_total", bucket=self.bucket_name(group.bucket))
+        if reason := self._provider.eager_reason(group.bucket):
+            add("ortgraph_eager_runs_total", reason=reason)
+        real = total = 0
+        for spec in self.signature.inputs:
+            arrays = [a for item in group.items if (a := requests[item.index].inputs.get(spec.name)) is not None]
+            if arrays:
+                elements = 1
+                for size in self.signature.shape(spec, group.sizes):
+                    elements *= size
+                real += sum(array.size for array in arrays)
+                total += elements
+        add("ortgraph_real_elements_total", real)
+        add("ortgraph_padded_elements_total", max(total - real, 0))
+        rows = group.sizes[0] if self.signature.is_batched else 1
+        observe("ortgraph_group_rows", rows)
+        observe("ortgraph_group_requests", len(group.items))
+        observe("ortgraph_staging_seconds", staging_s)
+
+    def bucket_name(self, bucket: Sizes) -> str:
+        """`batch=8,sequence=64`; a dimension without a ladder is left out, a model without any is `fixed`."""
+        parts = [
+            f"{dim.name}={size}"
+            for dim, size, ladder in zip(self.signature.dims, bucket, self.table.ladders, strict=True)
+            if ladder is not None
+        ]
+        return ",".join(parts) or "exact"
+
+
+def _as_client_error(error: RequestError) -> RequestError:
+    """ONNX Runtime fails on a checked request for its values or sizes: the request's fault, not the server's."""
+    return error if not isinstance(error, RunError) else InvalidRequest(f"the model cannot run this request: {error}")
+
+
+def _checker(config: ModelConfig, signature: Signature) -> RequestChecker:
+    return RequestChecker(
+        signature,
+        pad_values=config.pad_values,
+        default_values=config.default_values,
+        value_ranges=config.value_ranges,
+        max_batch_size=config.max_batch_size,
+    )
+
+
+def _ladders(config: ModelConfig, signature: Signature, *, has_default: bool) -> tuple[Ladder | None, ...]:
+    """The declared bucket sizes of each dimension; the batch gets its own when none are declared."""
+    found: list[Ladder | None] = [None] * len(signature.dims)
+    for name, sizes in config.buckets.items():
+        found[signature.index(name)] = sizes
+    if signature.is_batched and (batch := found[0]) is not None:
+        found[0] = tuple(size for size in batch if size <= config.max_batch_size) or (config.max_batch_size,)
+    elif signature.is_batched and (has_default or any(found)):
+        found[0] = default_batch_ladder(config.max_batch_size, config.preferred_batch_sizes)
+    return tuple(found)
+
+
+def _examine(config: ModelConfig, provider: Provider, signature: Signature) -> Findings:
+    """Run the preflight: dimensions with buckets or with allow_ragged_batch are candidates for padding."""
+    ragged = {tensor.name for tensor in config.inputs if tensor.is_ragged}
+    ladders = _ladders(config, signature, has_default=False)
+    candidates = [
+        config.padding == "auto" and (ladder is not None or any(name in ragged for name, _ in dim.axes))
+        for dim, ladder in zip(signature.dims, ladders, strict=True)
+    ]
+    offset = 1 if signature.is_batched else 0
+    fixed = {(t.name, axis + offset): size for t in config.inputs for axis, size in enumerate(t.dims) if size > 0}
+    known = {i: fixed[axis] for i, dim in enumerate(signature.dims) for axis in dim.axes if axis in fixed}
+    outputs = tuple(spec.name for spec in signature.outputs)
+
+    def run_exact(inputs: dict[str, Array]) -> HostArrays:
+        slot = provider.slot(None)
+        try:
+            for spec in signature.inputs:
+                if spec.name in inputs:
+                    slot.borrow(spec.name, spec.dtype, inputs[spec.name])
+            return slot.launch(outputs).wait()
+        finally:
+            provider.give_back(slot)
+
+    fills = _checker(config, signature).fills
+    preflight = Preflight(signature, run_exact, fills, known, config.value_ranges)
+    findings = preflight.examine(ladders, candidates)
+    if provider.can_capture and config.graph_capture != "off":
+        ladders = _ladders(config, signature, has_default=True)
+        is_required = config.graph_capture == "required"
+        captured = capture_buckets(provider, signature, ladders, preflight, is_required=is_required)
+        findings.notes += captured.notes
+        findings.cost = replay_cost(captured.seconds, findings.cost)
+    return findings

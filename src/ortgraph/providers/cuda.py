@@ -1,0 +1,371 @@
+"""NVIDIA GPUs: one stream, a captured graph for each bucket, everything asynchronous.
+
+Memory. The buckets of a session share one device block for inputs and one for outputs: on one stream the next copy up
+cannot overtake the replay before it, so the addresses may be the same, and many buckets cost little more than the
+largest. What differs between runs in flight is the host side: a slot is a pinned block for inputs, one for outputs and
+an event. A bucket's inputs lie behind each other, so that one copy takes them up.
+
+Graphs. Each bucket has its own `gpu_graph_id`, never used again (ONNX Runtime cannot release a captured graph on CUDA,
+and would replay the old one). Capture and replay are on the thread that made the provider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from ..config import ModelConfig
+from ..dtypes import DType
+from ..errors import CaptureError, ModelError, RunError, first_line
+from ..session import open_session, session_options, specs
+from ..signature import Shape, Sizes
+from . import driver
+from .base import Array, HostArrays, Run, Slot
+from .host import run_on_host
+
+ALIGN_BYTES = 256
+FIRST_SLOTS = 4
+
+
+@dataclass
+class _Place:
+    """Where a tensor of a bucket lies: its offset in the block, shape and size."""
+
+    dtype: DType
+    shape: Shape
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass
+class _Graph:
+    """A captured bucket."""
+
+    inputs: dict[str, _Place]
+    outputs: dict[str, _Place]
+    up_bytes: int
+    binding: Any = None
+    options: Any = None
+    names: frozenset[str] = field(default_factory=frozenset)
+
+
+class CudaProvider:
+    """A model on ONNX Runtime's CUDA provider."""
+
+    name = "cuda"
+    can_capture = True
+    is_healthy = True
+    rounding = 1e-2  # TF32 is on by default, and eager and captured runs may pick different cuDNN algorithms
+    capture_note = ""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Raises ModelError where there is no GPU, ConfigError or ModelError where ONNX Runtime refuses the model."""
+        driver.use_device(config.device_id)
+        self._device_id = config.device_id
+        self.is_busy_wait = config.busy_wait_events
+        self.stream = driver.Stream()
+        self.why_eager = "graph_capture_off" if config.graph_capture == "off" else ""
+        self._session = self._open(config)
+        self.inputs, self.outputs, self.not_tensors = specs(self._session)
+        self.output_names = tuple(node.name for node in self._session.get_outputs())
+        self._dtypes = {spec.name: spec.dtype for spec in self.inputs + self.outputs}
+        if any(dtype.is_string for dtype in self._dtypes.values()):
+            self.why_eager = "string_tensors"
+        self._eager = _run_options("-1")
+        self._next_graph_id = 1
+        self._graphs: dict[Sizes, _Graph] = {}
+        self._device_in: driver.DeviceBuffer | None = None
+        self._device_out: driver.DeviceBuffer | None = None
+        self._free: list[CudaSlot] = []
+        self._slots: list[CudaSlot] = []
+
+    def _open(self, config: ModelConfig) -> ort.InferenceSession:
+        """With graph capture where the model allows it; else without, and the reason is kept."""
+        options = {
+            "device_id": str(config.device_id),
+            "user_compute_stream": str(self.stream.handle),
+            "cudnn_conv_algo_search": "HEURISTIC",
+            **config.provider_options,
+        }
+        if not self.why_eager:
+            try:
+                providers = [("CUDAExecutionProvider", {**options, "enable_cuda_graph": "1"}), "CPUExecutionProvider"]
+                return open_session(config, session_options(config), providers)
+            except ModelError as error:
+                if config.graph_capture == "required":
+                    raise
+                self.why_eager = "not_capturable"
+                self.capture_note = str(error)
+        return open_session(
+            config, session_options(config), [("CUDAExecutionProvider", options), "CPUExecutionProvider"]
+        )
+
+    def capture(self, buckets: Mapping[Sizes, Mapping[str, Shape]]) -> dict[Sizes, str]:
+        """Capture every bucket, largest first; the reason for each that could not be.
+
+        Args:
+            buckets: the input shapes of each bucket.
+        """
+        if self.why_eager or not buckets:
+            return dict.fromkeys(buckets, self.capture_note or self.why_eager)
+        failed: dict[Sizes, str] = {}
+        order = sorted(buckets, key=lambda bucket: -float(np.prod(np.asarray(bucket, np.float64))))
+        plans: dict[Sizes, _Graph] = {}
+        for bucket in order:
+            try:
+                plans[bucket] = self._plan(buckets[bucket])
+            except CaptureError as error:
+                failed[bucket] = str(error)
+        if plans:
+            self._device_in = driver.DeviceBuffer(max(plan.up_bytes for plan in plans.values()))
+            self._device_out = driver.DeviceBuffer(max(_end(plan.outputs) for plan in plans.values()))
+        for bucket, plan in plans.items():
+            try:
+                self._capture_one(plan)
+                self._graphs[bucket] = plan
+            except CaptureError as error:
+                failed[bucket] = str(error)
+        for _ in range(FIRST_SLOTS if self._graphs else 0):
+            self._free.append(self._new_slot())
+        return failed
+
+    def _plan(self, shapes: Mapping[str, Shape]) -> _Graph:
+        """Place a bucket's tensors; output shapes come from one eager run on zeros."""
+        inputs, end = self._lay_out(shapes)
+        feeds = {
+            name: ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
+                np.zeros(place.shape, place.dtype.storage), place.dtype.onnx_id
+            )
+            for name, place in inputs.items()
+        }
+        try:
+            found = self._session.run_with_ort_values(list(self.output_names), feeds, self._eager)
+        except Exception as error:
+            raise CaptureError(first_line(error)) from error
+        outputs, _ = self._lay_out({n: tuple(v.shape()) for n, v in zip(self.output_names, found, strict=True)})
+        return _Graph(inputs, outputs, end)
+
+    def _lay_out(self, shapes: Mapping[str, Shape]) -> tuple[dict[str, _Place], int]:
+        places, end = {}, 0
+        for name, shape in shapes.items():
+            dtype = self._dtypes[name]
+            size_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.storage.itemsize
+            places[name] = _Place(dtype, shape, end, size_bytes)
+            end += -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        return places, max(end, ALIGN_BYTES)
+
+    def _capture_one(self, plan: _Graph) -> None:
+        assert self._device_in and self._device_out
+        plan.binding = self._session.io_binding()
+        for places, base, bind in (
+            (plan.inputs, self._device_in.address, plan.binding.bind_input),
+            (plan.outputs, self._device_out.address, plan.binding.bind_output),
+        ):
+            for name, place in places.items():
+                address = base + place.offset_bytes
+                bind(name, "cuda", self._device_id, place.dtype.onnx_id, list(place.shape), address)
+        plan.options = _run_options(str(self._next_graph_id))
+        self._next_graph_id += 1
+        try:
+            driver.clear(self._device_in, self.stream)
+            self._session.run_with_iobinding(plan.binding, plan.options)
+            self.stream.synchronize()
+        except (driver.CudaError, RuntimeError, ort.capi.onnxruntime_pybind11_state.Fail) as error:
+            raise CaptureError(first_line(error)) from error
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Only captured graphs fix the shapes."""
+        return bool(self._graphs)
+
+    def slot(self, bucket: Sizes | None) -> Slot:
+        """A free slot, or one more when all are in flight."""
+        slot = self._free.pop() if self._free else self._new_slot()
+        slot.graph = self._graphs.get(bucket) if bucket is not None else None
+        slot.lease = _Lease(slot)
+        return slot
+
+    def drop(self, bucket: Sizes) -> None:
+        """Its graph stays in ONNX Runtime, which cannot release it; its id is never used again."""
+        self._graphs.pop(bucket, None)
+
+    def eager_reason(self, bucket: Sizes | None) -> str:
+        """Empty for a captured bucket."""
+        if bucket in self._graphs:
+            return ""
+        return self.why_eager or ("no_bucket" if bucket is None else "not_captured")
+
+    def _new_slot(self) -> CudaSlot:
+        sizes = [block.size_bytes if block else 0 for block in (self._device_in, self._device_out)]
+        slot = CudaSlot(self, sizes[0], sizes[1])
+        self._slots.append(slot)
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """The slot is free for the next run as soon as nobody reads its outputs any more."""
+        assert isinstance(slot, CudaSlot)
+        slot.values = {}
+        slot.lease = None
+
+    def freed(self, slot: CudaSlot) -> None:
+        """Called by the slot's lease."""
+        self._free.append(slot)
+
+    def replay(self, graph: _Graph, pinned_in: int) -> None:
+        """Start the copy up and the graph."""
+        assert self._device_in
+        driver.copy(self._device_in.address, pinned_in, graph.up_bytes, driver.TO_DEVICE, self.stream)
+        self._session.run_with_iobinding(graph.binding, graph.options)
+
+    def copy_down(self, place: _Place, pinned_out: int, rows: int | None) -> None:
+        """Start the copy of an output, only its first rows where they are what counts, into a slot's pinned block."""
+        assert self._device_out
+        size_bytes = place.size_bytes
+        if rows is not None and place.shape and place.shape[0] > rows:
+            size_bytes = size_bytes // place.shape[0] * rows
+        source = self._device_out.address + place.offset_bytes
+        driver.copy(pinned_out + place.offset_bytes, source, size_bytes, driver.TO_HOST, self.stream)
+
+    def run_eager(self, values: Mapping[str, Array], outputs: Sequence[str]) -> HostArrays:
+        """A run without a graph, of any shape."""
+        return run_on_host(self._session, self._dtypes, values, outputs, self._eager)
+
+    def failure(self, error: Exception) -> RunError:
+        """The error of a run; after one that lost the CUDA context the provider is not healthy any more."""
+        self.is_healthy = self.is_healthy and not driver.is_sticky(error)
+        return RunError(first_line(error))
+
+    def run_values(self, inputs: Mapping[str, Any], outputs: Sequence[str]) -> list[Any]:
+        """ONNX Runtime's own `session.run`."""
+        try:
+            return list(self._session.run(list(outputs), dict(inputs), self._eager))
+        except Exception as error:
+            raise RunError(first_line(error)) from error
+
+    def close(self) -> None:
+        """Wait for the device, then free in reverse order of making."""
+        if self.stream.handle:
+            self.stream.synchronize()
+            self._graphs.clear()
+            del self._session
+            for slot in self._slots:
+                slot.close()
+            for buffer in (self._device_out, self._device_in):
+                if buffer:
+                    buffer.close()
+            self.stream.close()
+
+
+class _Lease:
+    """Held by every view on a slot's outputs; when the last is gone, the slot is free again."""
+
+    def __init__(self, slot: CudaSlot) -> None:
+        self._slot = slot
+
+    def __del__(self) -> None:
+        self._slot.free()
+
+
+class CudaSlot:
+    """The host side of one run: pinned inputs and outputs, and the event that says it is over."""
+
+    def __init__(self, provider: CudaProvider, in_bytes: int, out_bytes: int) -> None:
+        """The blocks hold the largest bucket."""
+        self._provider = provider
+        self._pinned_in = driver.PinnedBuffer(in_bytes)
+        self._pinned_out = driver.PinnedBuffer(out_bytes)
+        self.event = driver.Event(is_busy_wait=provider.is_busy_wait)
+        self.graph: _Graph | None = None
+        self.lease: _Lease | None = None
+        self.values: dict[str, Array] = {}
+
+    def stage(self, name: str, dtype: DType, shape: Shape) -> Array:
+        """A view on the bucket's place in pinned memory; plain memory for an exact run."""
+        if self.graph is None:
+            view = self.values[name] = np.empty(shape, dtype.storage)
+            return view
+        place = self.graph.inputs[name]
+        return self._pinned_in.view(place.offset_bytes, dtype.storage, shape)
+
+    def borrow(self, name: str, dtype: DType, array: Array) -> None:
+        """An exact run reads the caller's memory; a bucket's inputs go through pinned memory once."""
+        if self.graph is None:
+            self.values[name] = array
+        else:
+            self.stage(name, dtype, array.shape)[...] = array
+
+    def launch(self, outputs: Sequence[str], rows: int | None = None) -> Run:
+        """Start copy up, replay, copy down (of the real rows) and the event; an exact run is over when this returns."""
+        provider, graph = self._provider, self.graph
+        if graph is None:
+            return _Done(lambda: provider.run_eager(self.values, outputs))
+        try:
+            provider.replay(graph, self._pinned_in.address)
+            places = {}
+            for name in outputs:
+                place = graph.outputs[name]
+                provider.copy_down(place, self._pinned_out.address, rows)
+                places[name] = place
+            self.event.record(provider.stream)
+        except Exception as error:
+            failure = provider.failure(error)
+            return _Done(lambda: _raise(failure))
+        return CudaRun(self, places)
+
+    def outputs(self, places: Mapping[str, _Place]) -> HostArrays:
+        """Views on pinned memory that keep the slot taken while any of them lives."""
+        lease = self.lease
+        return {
+            name: self._pinned_out.view(place.offset_bytes, place.dtype.storage, place.shape, lease)
+            for name, place in places.items()
+        }
+
+    def free(self) -> None:
+        """Back to the provider's free slots."""
+        self._provider.freed(self)
+
+    def close(self) -> None:
+        """Free the memory; the device is idle."""
+        self.event.close()
+        self._pinned_out.close()
+        self._pinned_in.close()
+
+
+class CudaRun:
+    """A replay in flight."""
+
+    def __init__(self, slot: CudaSlot, places: Mapping[str, _Place]) -> None:
+        self._slot = slot
+        self._places = places
+
+    def wait(self) -> HostArrays:
+        """Wait for the event."""
+        self._slot.event.synchronize()
+        return self._slot.outputs(self._places)
+
+
+class _Done:
+    """A run that is over, or failed, at launch."""
+
+    def __init__(self, result: Callable[[], HostArrays]) -> None:
+        self.wait = result
+
+
+def _raise(failure: RunError) -> HostArrays:
+    raise failure
+
+
+def _run_options(graph_id: str) -> ort.RunOptions:
+    options = ort.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", graph_id)
+    if graph_id != "-1":
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return options
+
+
+def _end(places: Mapping[str, _Place]) -> int:
+    return max((place.offset_bytes + place.size_bytes for place in places.values()), default=0)

@@ -1,0 +1,123 @@
+"""The cuda provider through the engine: captured buckets, eager runs, lent outputs. Answers against the CPU provider."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from models.encoder import TINY, build
+from ortgraph import Engine, ModelError, parse
+from ortgraph.batch import Request
+
+SPEC = replace(TINY, dtype="fp32")
+TOLERANCE = 5e-3  # TF32
+
+
+def config(path: Path, provider: str, **parameters: str) -> dict:
+    tensors = [
+        {"name": name, "data_type": "TYPE_INT64", "dims": [-1], "allow_ragged_batch": True}
+        for name in ("input_ids", "attention_mask")
+    ]
+    known = {"buckets": "batch=1,2,4,8; sequence=8,16,32", "value_ranges": "input_ids=0..99; attention_mask=0..1"}
+    return {
+        "max_batch_size": 8,
+        "input": tensors,
+        "output": [{"name": "embedding", "data_type": "TYPE_FP32", "dims": [SPEC.hidden]}],
+        "parameters": {
+            k: {"string_value": v} for k, v in {**known, "execution_provider": provider, **parameters}.items()
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("encoder") / "model.onnx"
+    onnx.save(build(SPEC, seed=3), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engines(model_path: Path):
+    pair = [Engine.load(parse(config(model_path, name), model_path=model_path)) for name in ("cuda", "cpu")]
+    yield pair
+    for engine in pair:
+        engine.close()
+
+
+def requests(rng: np.random.Generator, count: int, longest: int = 32) -> list[Request]:
+    made = []
+    for length in rng.integers(1, longest + 1, count):
+        ids = rng.integers(0, 100, (int(rng.integers(1, 3)), length))
+        made.append(Request({"input_ids": ids, "attention_mask": np.ones_like(ids)}))
+    return made
+
+
+def test_every_bucket_is_captured(engines):
+    cuda, _ = engines
+    assert cuda.findings.notes == []
+    assert cuda.provider_name == "cuda"
+
+
+def test_ragged_batches_equal_the_cpu(engines):
+    cuda, cpu = engines
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        made = requests(rng, int(rng.integers(1, 9)))
+        for got, wanted in zip(cuda.run_batch(made), cpu.run_batch(made), strict=True):
+            np.testing.assert_allclose(got["embedding"], wanted["embedding"], atol=TOLERANCE)
+    assert not [key for key in cuda.metrics.values() if key[0] == "ortgraph_eager_runs_total"]
+
+
+def test_a_length_beyond_the_buckets_runs_eager(engines):
+    cuda, cpu = engines
+    ids = np.random.default_rng(1).integers(0, 100, (2, 50))
+    inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    np.testing.assert_allclose(cuda.run(inputs)["embedding"], cpu.run(inputs)["embedding"], atol=TOLERANCE)
+    assert cuda.metrics.values()["ortgraph_eager_runs_total", (("reason", "no_bucket"),)] == 1
+
+
+def test_outputs_stay_whole_while_the_next_batches_run(engines):
+    cuda, cpu = engines
+    rng = np.random.default_rng(2)
+    kept = []
+    for _ in range(20):
+        made = requests(rng, 4)
+        kept.append((made, cuda.run_batch(made)))
+    for made, answers in kept:
+        for got, wanted in zip(answers, cpu.run_batch(made), strict=True):
+            np.testing.assert_allclose(got["embedding"], wanted["embedding"], atol=TOLERANCE)
+
+
+def test_control_flow_runs_eager_with_the_reason_or_is_refused(tmp_path: Path):
+    then, other = (
+        helper.make_graph(
+            [helper.make_node(op, ["x"], ["z"])], op, [], [helper.make_tensor_value_info("z", TensorProto.FLOAT, ["n"])]
+        )
+        for op in ("Neg", "Abs")
+    )
+    graph = helper.make_graph(
+        [
+            helper.make_node("ReduceSum", ["x"], ["total"], keepdims=0),
+            helper.make_node("Greater", ["total", "zero"], ["is_positive"]),
+            helper.make_node("If", ["is_positive"], ["y"], then_branch=then, else_branch=other),
+        ],
+        "branching",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n"])],
+        [helper.make_tensor("zero", TensorProto.FLOAT, [], [0.0])],
+    )
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    written = {"parameters": {"execution_provider": "cuda", "buckets": "n=4,8"}}
+    engine = Engine.load(parse(written, model_path=path))
+    np.testing.assert_array_equal(engine.run({"x": np.array([1, 2, 3], np.float32)})["y"], [-1, -2, -3])
+    assert any("control flow" in note.lower() for note in engine.findings.notes), engine.findings.notes
+    engine.close()
+    written["parameters"]["graph_capture"] = "required"
+    with pytest.raises(ModelError, match="(?i)control flow"):
+        Engine.load(parse(written, model_path=path))
