@@ -126,7 +126,7 @@ class RequestChecker:
                     raise InvalidRequest(f"input '{name}' expects {size} on axis {axis}, got shape {list(shape)}")
             shapes[name] = shape
         sizes, conflict = self._signature.sizes(shapes)
-        for name in self._required - inputs.keys():
+        for name in () if inputs.keys() >= self._required else self._required - inputs.keys():
             inputs[name] = self._default(name, sizes)
             if -1 in sizes:
                 shapes[name] = inputs[name].shape

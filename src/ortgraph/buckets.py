@@ -84,6 +84,10 @@ class BucketTable:
         """Put every item into exactly one group, with the least estimated run time in total."""
         groups: list[Group] = []
         joinable: dict[Hashable, list[Item]] = {}
+        batch = self.batch_dim
+        if batch is not None and len(items) > 1 and self._are_alike(items, batch):
+            plan = self._plan(len(items) * items[0].sizes[batch], self._class_of(items[0].sizes, batch))[1]
+            return self._fill(items, plan, batch)
         for item in items:
             if not item.can_join:
                 groups.append(Group((item,), item.sizes, None))
@@ -94,6 +98,14 @@ class BucketTable:
         for members in joinable.values():
             groups += self._partition(members)
         return groups
+
+    @staticmethod
+    def _are_alike(items: Sequence[Item], batch: int) -> bool:
+        """The common case: every request has the same shapes."""
+        first = items[0]
+        return first.sizes[batch] > 0 and all(
+            item.sizes == first.sizes and item.key == first.key and item.can_join for item in items
+        )
 
     def run_sizes(self, items: Sequence[Item]) -> tuple[Sizes, Sizes | None]:
         """The sizes at which these items would run as one group, and their bucket."""
@@ -192,7 +204,7 @@ class BucketTable:
             )
         return best[rows][0], tuple(sorted(best[rows][1], reverse=True))
 
-    def _fill(self, items: list[Item], runs: tuple[int, ...], batch: int) -> list[Group]:
+    def _fill(self, items: Sequence[Item], runs: tuple[int, ...], batch: int) -> list[Group]:
         """Deal the items to runs of these many rows, in order; one that does not fit any more opens the next run."""
         groups: list[Group] = []
         capacities = iter(runs)

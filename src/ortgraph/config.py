@@ -55,6 +55,8 @@ class ModelConfig:
     padding: str = "auto"
     graph_capture: str = "auto"
     busy_wait_events: bool = False
+    response_mode: str = "batch"
+    batches_in_flight: int = 2
     intra_op_thread_count: int | None = None
     inter_op_thread_count: int | None = None
     execution_mode: int = 0
@@ -145,6 +147,8 @@ _PARAMETERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "value_ranges": ("value_ranges", _ranges),
     "padding": ("padding", _choice("auto", "off")),
     "graph_capture": ("graph_capture", _choice("auto", "required", "off")),
+    "response_mode": ("response_mode", _choice("batch", "sender")),
+    "batches_in_flight": ("batches_in_flight", _integer(1, 8)),
     "intra_op_thread_count": ("intra_op_thread_count", _integer(0, 1024)),
     "inter_op_thread_count": ("inter_op_thread_count", _integer(0, 1024)),
     "execution_mode": ("execution_mode", _integer(0, 1)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import signature as signatures
@@ -37,12 +37,20 @@ Answer = HostArrays | RequestError
 
 @dataclass(frozen=True)
 class Flight:
-    """One group that was started: its slot is given back when it is finished."""
+    """One group that was started: its slot is given back when it is finished.
+
+    `staged` are the arrays that the run reads, by input.
+    """
 
     group: Group
     slot: Slot
     run: Run
     started_s: float
+    staged: Mapping[str, Array]
+
+    def is_done(self) -> bool:
+        """Whether finishing it would not wait."""
+        return self.run.is_done()
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,15 @@ class Batch:
     requests: Sequence[Request]
     flights: Sequence[Flight]
     refused: Mapping[int, RequestError]
+
+    def is_done(self) -> bool:
+        """Whether finishing it would not wait."""
+        return all(flight.is_done() for flight in self.flights)
+
+    def wait(self) -> None:
+        """Block until the device is done with it; for a thread that finishes what another one started."""
+        for flight in self.flights:
+            flight.run.block()
 
 
 class Engine:
@@ -104,6 +121,16 @@ class Engine:
         except BaseException:
             provider.close()
             raise
+
+    @property
+    def is_healthy(self) -> bool:
+        """False when the device context is lost: the process must end."""
+        return self._provider.is_healthy
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a started batch goes on while the next one is prepared, from memory of its own."""
+        return self._provider.has_fixed_shapes
 
     @property
     def provider_name(self) -> str:
@@ -211,7 +238,7 @@ class Engine:
         rows = None
         if self.signature.is_batched:
             rows = sum(item.sizes[0] for item in group.items)
-        flight = Flight(group, slot, slot.launch(wanted, rows), staged)
+        flight = Flight(group, slot, slot.launch(wanted, rows), staged, arrays)
         self._count(group, requests, staged - start)
         return flight
 
@@ -224,21 +251,45 @@ class Engine:
             ]
         except RequestError as error:
             answers = []
-            if len(group.items) == 1:
-                answers.append((group.items[0].index, _as_client_error(error)))
-        finally:
-            self._provider.give_back(flight.slot)
+            if len(group.items) == 1 or not self._provider.is_healthy:
+                answers += [(item.index, self._as_client_error(error)) for item in group.items]
+        alone = [] if answers else self._each_alone(flight, requests)
+        self._provider.give_back(flight.slot)
         run_s = time.perf_counter() - flight.started_s
         self.metrics.observe("ortgraph_run_seconds", run_s)
         self._mean_request_s += 0.1 * (run_s / len(group.items) - self._mean_request_s)
         if answers:
             yield from answers
             return
-        self.metrics.add("ortgraph_eager_runs_total", len(group.items), reason="group_failed")
-        for item in group.items:
-            again = self._launch(Group((item,), *self.table.run_sizes((item,))), requests)
+        for item, request in zip(group.items, alone, strict=True):
+            self.metrics.add("ortgraph_eager_runs_total", reason="group_failed")
+            group = Group((replace(item, index=0),), item.sizes, None)
+            again = self._launch(group, [request])
             assert again
-            yield from self._finish_flight(again, requests)
+            for _, answer in self._finish_flight(again, [request]):
+                yield item.index, answer
+
+    def _each_alone(self, flight: Flight, requests: Sequence[Request]) -> list[Request]:
+        """The requests of a group that failed, cut out of what was staged: their own memory may be gone by now."""
+        alone, row = [], 0
+        for item in flight.group.items:
+            inputs = {}
+            for name, array in flight.staged.items():
+                spec = self.signature.input(name)
+                assert spec
+                index = [slice(size) for size in self.signature.shape(spec, item.sizes)]
+                if self.signature.is_batched:
+                    index[0] = slice(row, row + item.sizes[0])
+                inputs[name] = array[tuple(index)].copy()
+            row += item.sizes[0] if self.signature.is_batched else 0
+            alone.append(Request(inputs, requests[item.index].outputs))
+        return alone
+
+    def _as_client_error(self, error: RequestError) -> RequestError:
+        """A checked request on which ONNX Runtime fails has bad values or sizes, unless the device is lost."""
+        if isinstance(error, RunError) and self._provider.is_healthy:
+            return InvalidRequest(f"the model cannot run this request: {error}")
+        return error
 
     def _wanted(self, group: Group, requests: Sequence[Request]) -> tuple[str, ...]:
         wanted: set[str] = set()
@@ -279,11 +330,6 @@ class Engine:
             if ladder is not None
         ]
         return ",".join(parts) or "exact"
-
-
-def _as_client_error(error: RequestError) -> RequestError:
-    """ONNX Runtime fails on a checked request for its values or sizes: the request's fault, not the server's."""
-    return error if not isinstance(error, RunError) else InvalidRequest(f"the model cannot run this request: {error}")
 
 
 def _checker(config: ModelConfig, signature: Signature) -> RequestChecker:

@@ -17,6 +17,7 @@ A message is one line: what it is about, the rule, the value got, what to change
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -68,6 +69,13 @@ class RunError(RequestError):
     """ONNX Runtime failed while it ran this request."""
 
 
+# Where in ONNX Runtime's sources a check failed: file, line and C++ signature.
+_CODE_PLACE = re.compile(
+    r"/onnxruntime_src/\S+:\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])?(?:::<lambda\([^)]*\)>)? ?"
+)
+_LOAD_PREFIX = re.compile(r"^Load model from .* failed:\s*")
+
+
 def first_line(error: BaseException) -> str:
     """ONNX Runtime's message without its prefix, paths and stack: one line, at most 400 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -76,6 +84,7 @@ def first_line(error: BaseException) -> str:
         text = text.split(" : ", 3)[-1]
     if text.endswith("Status Message:") and len(lines) > 1:
         text += " " + lines[1]
+    text = _LOAD_PREFIX.sub("", _CODE_PLACE.sub("", text))
     return text if len(text) <= 400 else text[:397] + "..."
 
 

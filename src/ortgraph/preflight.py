@@ -232,19 +232,22 @@ def _random_values(random: np.random.Generator, dtype: DType, shape: Shape, sign
     With a sign the floats all have it (a maximum over negative numbers, say, shows padding with 0), and with a positive
     one the other numbers are all 1.
     """
+    floats = np.asarray(random.standard_normal(shape))
+    floats = np.asarray(sign * np.abs(floats) if sign else floats)
+    array: Array
     if dtype.is_string:
-        return np.array(_TEXTS, np.object_)[random.integers(0, len(_TEXTS), shape)].reshape(shape)
-    if dtype.is_float:
-        values = random.standard_normal(shape)
-        values = np.asarray(sign * np.abs(values) if sign else values)
-        if not dtype.is_raw:
-            return values.astype(dtype.storage)
-        if dtype.onnx_name == "bfloat16":
-            return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        return np.where(values < 0, 0x80, 0).astype(np.uint8) | random.integers(0x30, 0x48, shape, np.uint8)
-    array = np.ones(shape, dtype.storage) if sign > 0 else random.integers(0, 2, shape).astype(dtype.storage)
-    if array.ndim and array.size:
-        array[..., 0] = 1
+        array = np.asarray(np.array(_TEXTS, np.object_)[random.integers(0, len(_TEXTS), shape)], np.object_)
+    elif dtype.onnx_name == "bfloat16":
+        array = np.asarray(floats.astype(np.float32).view(np.uint32) >> 16, np.uint16)
+    elif dtype.is_raw:  # fp8 words between 1/8 and 7 in all four formats, with the sign of a normal number
+        array = np.asarray(np.where(floats < 0, 0x80, 0) | random.integers(0x30, 0x48, shape), np.uint8)
+    elif dtype.is_float:
+        array = floats.astype(dtype.storage)
+    else:
+        array = np.asarray(1 if sign > 0 else random.integers(0, 2, shape), dtype.storage)
+        array = np.broadcast_to(array, shape).copy()
+        if array.ndim and array.size:
+            array[..., 0] = 1
     return array
 
 
@@ -253,6 +256,6 @@ def _trial_sizes(base: int, ladder: Ladder | None) -> list[tuple[int, int]]:
     if not ladder:
         return [(1, base), (max(1, base - 1), base)] if base > 1 else [(1, 2)]
     pairs = [(1, ladder[0])] if ladder[0] > 1 else []
-    steps = [(low + 1, high) for low, high in zip(ladder, ladder[1:], strict=False) if high > low + 1]
+    steps = [(low + 1, high) for low, high in itertools.pairwise(ladder) if high > low + 1]
     pairs += [steps[i] for i in sorted({0, len(steps) // 2, len(steps) - 1})] if steps else []
     return pairs or [(max(1, ladder[-1] - 1), ladder[-1])]

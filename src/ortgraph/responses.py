@@ -32,25 +32,28 @@ def split(
     Raises:
         RunError: an output has no row for each input row, so it cannot be split.
     """
-    whole = len(group.items) == 1 and group.items[0].sizes == group.sizes
+    items = group.items
+    everything = [spec.name for spec in signature.outputs]
+    if len(items) == 1 and items[0].sizes == group.sizes:
+        yield items[0], {name: outputs[name] for name in requests[items[0].index].outputs or everything}
+        return
     batch = signature.index(BATCH) if signature.is_batched else None
+    for name, array in outputs.items() if batch is not None else ():
+        if array.ndim == 0 or array.shape[0] != group.sizes[batch or 0]:
+            raise RunError(
+                f"output '{name}' has shape {list(array.shape)} for {group.sizes[batch or 0]} rows; "
+                "set max_batch_size: 0 if its first axis is not the batch"
+            )
     row = 0
-    for item in group.items:
-        wanted = requests[item.index].outputs or [spec.name for spec in signature.outputs]
-        if whole:
-            yield item, {name: outputs[name] for name in wanted}
-            return
-        end = row + (item.sizes[batch] if batch is not None else 0)
+    for item in items:
+        rows = None
+        if batch is not None:
+            rows = slice(row, row + item.sizes[batch])
+            row = rows.stop
         found = {}
-        for name in wanted:
-            array = outputs[name]
-            if batch is not None and (array.ndim == 0 or array.shape[0] != group.sizes[batch]):
-                raise RunError(
-                    f"output '{name}' has shape {list(array.shape)} for {group.sizes[batch]} rows; "
-                    "set max_batch_size: 0 if its first axis is not the batch"
-                )
-            found[name] = _slice(array, item, rules.axes.get(name, {}), None if batch is None else slice(row, end))
-        row = end
+        for name in requests[item.index].outputs or everything:
+            axes = rules.axes.get(name)
+            found[name] = outputs[name][rows] if rows and not axes else _slice(outputs[name], item, axes or {}, rows)
         yield item, found
 
 

@@ -229,7 +229,7 @@ class TritonServer:
             try:
                 process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # its stubs too: they would stay, with their shared memory
                 process.wait()
         if self._own_log and process is not None and process.returncode == 0:
             self.log_path.unlink(missing_ok=True)

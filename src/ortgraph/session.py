@@ -24,6 +24,7 @@ _HINTS = (
     ("external data", "put the model's external data file beside model.onnx"),
     ("External data", "put the model's external data file beside model.onnx"),
     ("Protobuf parsing failed", "the file is not an ONNX model, or is cut short; copy it again"),
+    ("No Op registered for", "the operator needs a custom library or a newer onnxruntime"),
     ("is not a registered function/op", "the operator needs a custom library or a newer onnxruntime"),
     ("not currently registered or supported", "ONNX Runtime has no such element type"),
 )

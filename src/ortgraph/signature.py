@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from .dtypes import DType
 from .errors import ConfigError, nearest
@@ -78,8 +79,19 @@ class Signature:
 
     def shape(self, spec: TensorSpec, sizes: Sizes) -> Shape:
         """The shape of an input when the dimensions have these sizes; -1 where a size is not known."""
-        places = {axis: i for i, d in enumerate(self.dims) for name, axis in d.axes if name == spec.name}
-        return tuple(sizes[places[a]] if a in places else int(size or -1) for a, size in enumerate(spec.shape))
+        return tuple(sizes[p] if p is not None else size for p, size in self._plans[spec.name])
+
+    @cached_property
+    def _plans(self) -> dict[str, tuple[tuple[int | None, int], ...]]:
+        """For each axis of an input the place of its dimension, or None and its fixed size."""
+        places = {axis: i for i, dim in enumerate(self.dims) for axis in dim.axes}
+        return {
+            spec.name: tuple(
+                (places.get((spec.name, axis)), size if isinstance(size, int) else -1)
+                for axis, size in enumerate(spec.shape)
+            )
+            for spec in self.inputs
+        }
 
 
 def build(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from .batch import Fill, Request
 from .buckets import Group
 from .providers.base import Array, Slot
@@ -17,27 +19,39 @@ def stage(
 
     Rows follow each other in the group's order. A single request that already has the run's shape is lent as it is.
     """
-    first = requests[group.items[0].index]
+    items = group.items
+    first = requests[items[0].index].inputs
+    is_exact = len(items) == 1 and items[0].sizes == group.sizes
     staged = {}
     for spec in signature.inputs:
-        if spec.name not in first.inputs:
+        name = spec.name
+        if name not in first:
             continue
-        if len(group.items) == 1 and group.items[0].sizes == group.sizes:
-            staged[spec.name] = first.inputs[spec.name]
-            slot.borrow(spec.name, spec.dtype, staged[spec.name])
+        if is_exact and first[name].flags.aligned:
+            slot.borrow(name, spec.dtype, first[name])
+            staged[name] = first[name]
             continue
-        shape = signature.shape(spec, group.sizes)
-        view = staged[spec.name] = slot.stage(spec.name, spec.dtype, shape)
-        arrays = [requests[item.index].inputs[spec.name] for item in group.items]
-        is_filled = signature.is_batched and sum(array.shape[0] for array in arrays) == shape[0]
-        if not is_filled or any(array.shape[1:] != shape[1:] for array in arrays):
-            view[...] = fills[spec.name].pad
-        row = 0
-        for array in arrays:
-            if signature.is_batched:
-                end = row + array.shape[0]
-                view[(slice(row, end), *(slice(size) for size in array.shape[1:]))] = array
-                row = end
-            else:
-                view[tuple(slice(size) for size in array.shape)] = array
+        view = staged[name] = slot.stage(name, spec.dtype, signature.shape(spec, group.sizes))
+        arrays = [requests[item.index].inputs[name] for item in items]
+        if signature.is_batched:
+            _gather_rows(view, arrays, fills[name].pad)
+        else:
+            view[...] = fills[name].pad
+            view[tuple(map(slice, arrays[0].shape))] = arrays[0]
     return staged
+
+
+def _gather_rows(view: Array, arrays: Sequence[Array], pad: float | bytes) -> None:
+    """The arrays' rows behind each other from row 0, everything else the pad value."""
+    shape = view.shape[1:]
+    rows = sum(array.shape[0] for array in arrays)
+    if all(array.shape[1:] == shape for array in arrays):
+        view[rows:] = pad
+        np.concatenate(arrays, out=view[:rows])
+        return
+    view[...] = pad
+    row = 0
+    for array in arrays:
+        end = row + array.shape[0]
+        view[(slice(row, end), *map(slice, array.shape[1:]))] = array
+        row = end

@@ -29,6 +29,12 @@ HostArrays = dict[str, Array]
 class Run(Protocol):
     """One started run."""
 
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    def block(self) -> None:
+        """Wait without taking the outputs; never raises."""
+
     def wait(self) -> HostArrays:
         """Block until the run is over and give its outputs. Raises RunError with ONNX Runtime's reason."""
 

@@ -120,6 +120,13 @@ class CpuRun:
     def __init__(self, result: Any) -> None:
         self._result = result
 
+    def is_done(self) -> bool:
+        """Unknown before it is waited for."""
+        return False
+
+    def block(self) -> None:
+        """Nothing to wait for: the run is made by `wait`, or waited for there."""
+
     def wait(self) -> HostArrays:
         """The outputs, lent by ONNX Runtime without a copy."""
         outputs: HostArrays = self._result()

@@ -11,6 +11,8 @@ and would replay the old one). Capture and replay are on the thread that made th
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,6 +79,7 @@ class CudaProvider:
             self.why_eager = "string_tensors"
         self._eager = _run_options("-1")
         self._next_graph_id = 1
+        self._session_lock = threading.Lock()  # a failed group is run again by whichever thread finishes it
         self._graphs: dict[Sizes, _Graph] = {}
         self._device_in: driver.DeviceBuffer | None = None
         self._device_out: driver.DeviceBuffer | None = None
@@ -219,7 +222,8 @@ class CudaProvider:
         """Start the copy up and the graph."""
         assert self._device_in
         driver.copy(self._device_in.address, pinned_in, graph.up_bytes, driver.TO_DEVICE, self.stream)
-        self._session.run_with_iobinding(graph.binding, graph.options)
+        with self._session_lock:
+            self._session.run_with_iobinding(graph.binding, graph.options)
 
     def copy_down(self, place: _Place, pinned_out: int, rows: int | None) -> None:
         """Start the copy of an output, only its first rows where they are what counts, into a slot's pinned block."""
@@ -232,7 +236,8 @@ class CudaProvider:
 
     def run_eager(self, values: Mapping[str, Array], outputs: Sequence[str]) -> HostArrays:
         """A run without a graph, of any shape."""
-        return run_on_host(self._session, self._dtypes, values, outputs, self._eager)
+        with self._session_lock:
+            return run_on_host(self._session, self._dtypes, values, outputs, self._eager)
 
     def failure(self, error: Exception) -> RunError:
         """The error of a run; after one that lost the CUDA context the provider is not healthy any more."""
@@ -324,6 +329,10 @@ class CudaSlot:
             for name, place in places.items()
         }
 
+    def failure(self, error: Exception) -> RunError:
+        """What a failed run raises."""
+        return self._provider.failure(error)
+
     def free(self) -> None:
         """Back to the provider's free slots."""
         self._provider.freed(self)
@@ -342,9 +351,21 @@ class CudaRun:
         self._slot = slot
         self._places = places
 
+    def is_done(self) -> bool:
+        """Whether the event has passed."""
+        return self._slot.event.is_done()
+
+    def block(self) -> None:
+        """Wait for the event; a failure shows in `wait`."""
+        with contextlib.suppress(driver.CudaError):
+            self._slot.event.synchronize()
+
     def wait(self) -> HostArrays:
         """Wait for the event."""
-        self._slot.event.synchronize()
+        try:
+            self._slot.event.synchronize()
+        except driver.CudaError as error:
+            raise self._slot.failure(error) from error
         return self._slot.outputs(self._places)
 
 
@@ -353,6 +374,13 @@ class _Done:
 
     def __init__(self, result: Callable[[], HostArrays]) -> None:
         self.wait = result
+
+    def is_done(self) -> bool:
+        """Always."""
+        return True
+
+    def block(self) -> None:
+        """Nothing to wait for."""
 
 
 def _raise(failure: RunError) -> HostArrays:

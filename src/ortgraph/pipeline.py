@@ -1,0 +1,101 @@
+"""Several batches in flight: the next is staged and started while the device works on the one before.
+
+For `response_mode: sender`. `submit` is called by Triton's thread with each batch and returns as soon as no more than
+`depth` batches are in flight, so that Triton's queue fills instead of being cut into crumbs. Whoever is free first
+completes a batch: `submit`, when the oldest one is done or must make room, or a helper thread when no batch comes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from .engine import Answer, Batch, Engine
+
+Send = Callable[[int, Answer], None]
+
+
+class _Entry:
+    """A batch in flight and where its answers go."""
+
+    def __init__(self, batch: Batch, send: Send) -> None:
+        self.batch = batch
+        self.send = send
+        self.is_claimed = False
+        self.completed = threading.Event()
+
+
+class Pipeline:
+    """Batches of one engine in flight, oldest first."""
+
+    def __init__(self, engine: Engine, depth: int) -> None:
+        self._engine = engine
+        self._depth = depth
+        self._entries: deque[_Entry] = deque()
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._is_staging = False
+        self._helper = threading.Thread(target=self._help, name="ortgraph-responses", daemon=True)
+        self._helper.start()
+
+    def submit(self, batch: Batch, send: Send) -> None:
+        """Take over a batch that was begun; `send` gets every answer and its place in the batch, from either thread."""
+        with self._changed:
+            self._entries.append(_Entry(batch, send))
+        while oldest := self._oldest_to_complete():
+            self._complete(oldest)
+        with self._changed:
+            self._is_staging = False
+            self._changed.notify()
+
+    def stage(self) -> None:
+        """Triton's thread begins with a batch: until `submit` the helper leaves it the interpreter."""
+        with self._changed:
+            self._is_staging = True
+
+    def _oldest_to_complete(self) -> _Entry | None:
+        """The oldest batch when there is no room for another one, or when its answers are there to be sent."""
+        with self._changed:
+            if not self._entries:
+                return None
+            oldest = self._entries[0]
+            is_full = len(self._entries) >= self._depth
+        return oldest if is_full or (not oldest.is_claimed and oldest.batch.is_done()) else None
+
+    def close(self) -> None:
+        """Complete everything in flight, then stop the helper."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._helper.join()
+
+    def _help(self) -> None:
+        while True:
+            with self._changed:
+                while not self._entries and not self._is_closing:
+                    self._changed.wait()
+                if not self._entries:
+                    return
+                oldest = self._entries[0]
+            oldest.batch.wait()
+            with self._changed:
+                while self._is_staging and not self._is_closing:
+                    self._changed.wait()
+            self._complete(oldest)
+
+    def _complete(self, entry: _Entry) -> None:
+        """Answer a batch, or wait until the other thread has."""
+        with self._changed:
+            is_mine = not entry.is_claimed
+            entry.is_claimed = True
+        if not is_mine:
+            entry.completed.wait()
+            return
+        try:
+            for index, answer in self._engine.finish(entry.batch):
+                entry.send(index, answer)
+        finally:
+            with self._changed:
+                self._entries.remove(entry)
+            entry.completed.set()

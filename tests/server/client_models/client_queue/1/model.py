@@ -1,0 +1,1 @@
+../../client_sleep/1/model.py
