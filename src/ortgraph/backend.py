@@ -24,7 +24,7 @@ from .metrics import Labels, MetricsThread, describe
 from .pipeline import Pipeline
 from .providers import open_provider
 from .providers.base import Array, HostArrays
-from .signature import TensorSpec
+from .signature import Signature, TensorSpec
 
 # Axis names that exporters give to the batch: only then does a model without a config get a max_batch_size.
 _BATCH_NAMES = re.compile(r"(?i)n|b|bs|(.*[._])?batch(_?size)?")
@@ -81,10 +81,11 @@ class TritonPythonModel:
             _check_stub(config)
             start = time.perf_counter()
             self._engine = Engine.load(config)
+            _check_carried(self._engine.signature)
         except LoadError as error:
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
         pb_utils.Logger.log_info(f"ortgraph: {_loaded_line(args, self._engine, time.perf_counter() - start)}")
-        for note in self._engine.findings.notes:
+        for note in (*config.notes, *self._engine.findings.notes):
             pb_utils.Logger.log_warn(f"ortgraph: {args['model_name']}: {note}")
         signature, sink = self._engine.signature, _TritonMetrics(args["model_name"], args["model_version"])
         self._dtypes = {spec.name: spec.dtype for spec in signature.inputs + signature.outputs}
@@ -214,6 +215,19 @@ def _check_stub(config: ModelConfig) -> None:
     has_strings = any(tensor.dtype.is_string for tensor in config.inputs + config.outputs)
     if has_strings and not _STUB_KNOWS_NUMPY:
         raise LoadError("this Triton's Python stub cannot carry BYTES with numpy 2; install 'numpy<2' or update Triton")
+
+
+def _check_carried(signature: Signature) -> None:
+    """Without config.pbtxt's inputs and outputs such a tensor would silently be left out.
+
+    Raises:
+        LoadError: Triton has no such element type.
+    """
+    for spec in signature.inputs + signature.outputs:
+        if spec.is_required and not spec.dtype.triton:
+            raise LoadError(
+                f"'{spec.name}' is {spec.dtype.short}, which Triton cannot carry; cast it to another type in the model"
+            )
 
 
 def _loaded_line(args: dict[str, str], engine: Engine, load_s: float) -> str:

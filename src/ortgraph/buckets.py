@@ -81,7 +81,10 @@ class BucketTable:
         return tuple(fitted)
 
     def group(self, items: Sequence[Item]) -> list[Group]:
-        """Put every item into exactly one group, with the least estimated run time in total."""
+        """Put every item into exactly one group, with the least estimated run time in total.
+
+        A length of 0 runs exact: padding is proven from 1 on, and the answer for nothing is the model's own.
+        """
         groups: list[Group] = []
         joinable: dict[Hashable, list[Item]] = {}
         batch = self.batch_dim
@@ -89,7 +92,7 @@ class BucketTable:
             plan = self._plan(len(items) * items[0].sizes[batch], self._class_of(items[0].sizes, batch))[1]
             return self._fill(items, plan, batch)
         for item in items:
-            if not item.can_join:
+            if not item.can_join or any(size == 0 for i, size in enumerate(item.sizes) if i != self.batch_dim):
                 groups.append(Group((item,), item.sizes, None))
             elif self.batch_dim is None or item.sizes[self.batch_dim] < 1:
                 groups.append(self._close([item]))
@@ -103,7 +106,7 @@ class BucketTable:
     def _are_alike(items: Sequence[Item], batch: int) -> bool:
         """The common case: every request has the same shapes."""
         first = items[0]
-        return first.sizes[batch] > 0 and all(
+        return 0 not in first.sizes and all(
             item.sizes == first.sizes and item.key == first.key and item.can_join for item in items
         )
 

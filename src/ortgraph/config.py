@@ -63,6 +63,7 @@ class ModelConfig:
     cpu_streams: int | None = None
     enable_mem_arena: bool = True
     enable_mem_pattern: bool = True
+    notes: tuple[str, ...] = ()
     session_config: Mapping[str, str] = field(default_factory=dict)
     provider_options: Mapping[str, str] = field(default_factory=dict)
 
@@ -198,6 +199,23 @@ def _parse_tensor(kind: str, entry: Mapping[str, Any], is_batched: bool) -> Tens
     )
 
 
+def _notes(batching: Mapping[str, Any]) -> list[str]:
+    """What is allowed but will disappoint.
+
+    Triton prefetches batches only without time-outs and queue limits (PriorityQueue::SupportPrefetching in its core);
+    without, its batcher is not told when the model is free again, and may sleep its default wait of 500 ms.
+    """
+    policy = batching.get("default_queue_policy") or {}
+    limits = ("default_timeout_microseconds", "allow_timeout_override", "max_queue_size")
+    found = [key for key in limits if policy.get(key) not in (None, 0, "0", False)]
+    if not found and not int(batching.get("priority_levels") or 0):
+        return []
+    cause = f"default_queue_policy.{found[0]}" if found else "priority_levels"
+    return [
+        f"dynamic_batching.{cause} makes Triton's batcher pause up to 500 ms between batches; remove it for a low P99"
+    ]
+
+
 def parse(
     model_config: Mapping[str, Any] | str, *, model_path: Path, version: str = "1", **instance: Any
 ) -> ModelConfig:
@@ -232,6 +250,7 @@ def parse(
         outputs=tuple(_parse_tensor("output", entry, max_batch_size > 0) for entry in raw.get("output", ())),
         preferred_batch_sizes=tuple(int(size) for size in batching.get("preferred_batch_size", ())),
         graph_level=level,
+        notes=tuple(_notes(batching)),
         busy_wait_events=bool(cuda.get("busy_wait_events")),
         **instance,
         **_parse_parameters(raw.get("parameters", {})),

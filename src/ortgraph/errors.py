@@ -71,7 +71,8 @@ class RunError(RequestError):
 
 # Where in ONNX Runtime's sources a check failed: file, line and C++ signature.
 _CODE_PLACE = re.compile(
-    r"/onnxruntime_src/\S+:\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])?(?:::<lambda\([^)]*\)>)? ?"
+    r"/onnxruntime_src/\S+:\d+ [^()]*\((?:[^()]|\([^()]*\))*\)"
+    r"(?: const)?(?: \[with [^\]]*\])?(?:::<lambda\([^)]*\)>)? ?"
 )
 _LOAD_PREFIX = re.compile(r"^Load model from .* failed:\s*")
 

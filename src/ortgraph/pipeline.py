@@ -10,10 +10,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from .engine import Answer, Batch, Engine
 
 Send = Callable[[int, Answer], None]
+_SENDERS = 3
 
 
 class _Entry:
@@ -26,6 +28,15 @@ class _Entry:
         self.completed = threading.Event()
 
 
+def _send_all(send: Send, answers: list[tuple[int, Answer]]) -> None:
+    for index, answer in answers:
+        send(index, answer)
+
+
+def _parts(answers: list[tuple[int, Answer]], size: int) -> list[list[tuple[int, Answer]]]:
+    return [answers[start : start + size] for start in range(0, len(answers), max(size, 1))]
+
+
 class Pipeline:
     """Batches of one engine in flight, oldest first."""
 
@@ -36,6 +47,8 @@ class Pipeline:
         self._changed = threading.Condition()
         self._is_closing = False
         self._is_staging = False
+        # Sending waits for the server to take the answer (tens of us, without the GIL): several wait at once.
+        self._senders = ThreadPoolExecutor(_SENDERS, "ortgraph-sender")
         self._helper = threading.Thread(target=self._help, name="ortgraph-responses", daemon=True)
         self._helper.start()
 
@@ -69,6 +82,7 @@ class Pipeline:
             self._is_closing = True
             self._changed.notify()
         self._helper.join()
+        self._senders.shutdown()
 
     def _help(self) -> None:
         while True:
@@ -93,8 +107,11 @@ class Pipeline:
             entry.completed.wait()
             return
         try:
-            for index, answer in self._engine.finish(entry.batch):
-                entry.send(index, answer)
+            answers = list(self._engine.finish(entry.batch))
+            share = -(-len(answers) // (_SENDERS + 1))
+            others = [self._senders.submit(_send_all, entry.send, part) for part in _parts(answers[share:], share)]
+            _send_all(entry.send, answers[:share])
+            wait(others)
         finally:
             with self._changed:
                 self._entries.remove(entry)

@@ -258,4 +258,5 @@ def _trial_sizes(base: int, ladder: Ladder | None) -> list[tuple[int, int]]:
     pairs = [(1, ladder[0])] if ladder[0] > 1 else []
     steps = [(low + 1, high) for low, high in itertools.pairwise(ladder) if high > low + 1]
     pairs += [steps[i] for i in sorted({0, len(steps) // 2, len(steps) - 1})] if steps else []
-    return pairs or [(max(1, ladder[-1] - 1), ladder[-1])]
+    last = max(ladder[-1], 2)
+    return pairs or [(last - 1, last)]

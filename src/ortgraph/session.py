@@ -19,11 +19,13 @@ _LEVELS = {
     2: ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
 }
 _HINTS = (
-    ("but the official support is", "re-export the model with an older opset, or install a newer onnxruntime"),
+    ("official support for domain", "re-export the model with an older opset, or install a newer onnxruntime"),
     ("Unsupported model IR version", "re-export the model with an older IR version, or install a newer onnxruntime"),
     ("external data", "put the model's external data file beside model.onnx"),
     ("External data", "put the model's external data file beside model.onnx"),
+    ("No graph was found", "the file is not an ONNX model, or is cut short; copy it again"),
     ("Protobuf parsing failed", "the file is not an ONNX model, or is cut short; copy it again"),
+    ("find an implementation for", "re-export with another opset or element type, or install a newer onnxruntime"),
     ("No Op registered for", "the operator needs a custom library or a newer onnxruntime"),
     ("is not a registered function/op", "the operator needs a custom library or a newer onnxruntime"),
     ("not currently registered or supported", "ONNX Runtime has no such element type"),

@@ -31,7 +31,12 @@ def stage(
             slot.borrow(name, spec.dtype, first[name])
             staged[name] = first[name]
             continue
-        view = staged[name] = slot.stage(name, spec.dtype, signature.shape(spec, group.sizes))
+        # A request that runs exact keeps its own shapes: its axes may not agree on the sizes.
+        shape = first[name].shape if is_exact else signature.shape(spec, group.sizes)
+        view = staged[name] = slot.stage(name, spec.dtype, shape)
+        if is_exact:
+            view[...] = first[name]
+            continue
         arrays = [requests[item.index].inputs[name] for item in items]
         if signature.is_batched:
             _gather_rows(view, arrays, fills[name].pad)
