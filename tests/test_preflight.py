@@ -11,9 +11,11 @@ import onnx
 import pytest
 from onnx import helper
 
-from ortgraph import Engine
+from ortgraph import Engine, dtypes
+from ortgraph.batch import Fill
 from ortgraph.dtypes import DType
-from ortgraph.preflight import _trial_sizes, worst_error
+from ortgraph.preflight import Preflight, _trial_sizes, worst_error
+from ortgraph.signature import TensorSpec, build
 from tests import toys
 from tests.toys import BF16, F16, F32, I64, TEXT, alone, dtype_of, model, plain, run_batch
 
@@ -317,3 +319,24 @@ def test_the_cost_grows_with_the_elements_and_is_never_negative(tmp_path: Path) 
     engine = toys.load(toys.encoder(), tmp_path, max_batch_size=8, ragged=("ids", "mask"))
     cost = engine.findings.cost
     assert 0 <= cost((1, 8)) < cost((8, 8)) < cost((8, 512))
+
+
+def test_padding_that_is_wrong_only_beside_a_longer_row_is_never_done():
+    """Each claim holds alone (a row beside another, a size padded), both at once do not."""
+    seen: list[tuple[int, ...]] = []
+
+    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        x = inputs["x"]
+        seen.append(x.shape)
+        is_corner = x.shape[0] == 2 and bool((x[0] == 0).any())
+        return {"y": x.sum(axis=1, keepdims=True) + (1 if is_corner else 0)}
+
+    float32 = dtypes.from_triton("TYPE_FP32")
+    assert float32
+    spec = TensorSpec("x", float32, ("batch", "length"))
+    signature = build([spec], [TensorSpec("y", float32, ("batch", 1))], is_batched=True)
+    preflight = Preflight(signature, run, {"x": Fill(0.0, None)}, {}, {})
+    found = preflight.examine([(1, 2), (4, 8)], [True, True])
+    assert found.padded == [True, False]
+    assert found.notes == ["nothing is padded: output 'y' changes by " + found.notes[0].split(" by ")[1]]
+    assert (2, 4) in seen

@@ -102,6 +102,11 @@ class Preflight:
                 found.padded[dim] = not reason
                 if reason:
                     found.notes.append(f"dimension '{self._signature.dims[dim].name}' is never padded: {reason}")
+        dims = [dim for dim, is_padded in enumerate(found.padded) if is_padded and dim != batch]
+        if dims and (reason := self._check_together(dims, base, ladders, found)):
+            found.notes.append(f"nothing is padded: {reason}")
+            for dim in dims:
+                found.padded[dim] = False
         found.cost = self._measure_cost(base, ladders, batch)
         return found
 
@@ -187,6 +192,34 @@ class Preflight:
                     return f"output '{name}' changes by {worst:.1e} when {small} is padded to {large}"
         for name, found in rules.items():
             axes.setdefault(name, {}).update(dict.fromkeys(found, dim))
+        return ""
+
+    def _check_together(
+        self, dims: Sequence[int], base: Sizes, ladders: Sequence[Ladder | None], found: Findings
+    ) -> str:
+        """What was proven one by one, now at once: every dimension padded, in one run with a longer row."""
+        pairs = {dim: _trial_sizes(base[dim], ladders[dim])[0] for dim in dims}
+        short, long = (tuple(pairs[i][end] if i in pairs else b for i, b in enumerate(base)) for end in (0, 1))
+        a, b = self.random_inputs(short), self.random_inputs(long)
+        joined = {name: self._pad(name, array, long) for name, array in a.items()}
+        is_joined = found.can_join and self._signature.is_batched
+        if is_joined:
+            joined = {name: np.concatenate([array, b[name]]) for name, array in joined.items()}
+        try:
+            exact, together = [self.run_exact(a), self.run_exact(b)], self.run_exact(joined)
+        except OrtgraphError as error:
+            return f"a trial run with everything padded failed: {error}"
+        for (name, array), (row, sizes) in itertools.product(together.items(), enumerate((short, long))):
+            index = [slice(None)] * array.ndim
+            for axis, dim in found.axes[name].items():
+                index[axis] = slice(sizes[dim])
+            if is_joined:
+                index[0] = slice(row, row + 1)
+            elif row:
+                continue
+            worst = worst_error(array[tuple(index)], exact[row][name], self._dtypes[name])
+            if worst > self._dtypes[name].tolerance:
+                return f"output '{name}' changes by {worst:.1e} when all is padded beside a longer row"
         return ""
 
     def _pad(self, name: str, array: Array, sizes: Sizes) -> Array:

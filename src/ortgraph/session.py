@@ -39,7 +39,7 @@ def session_options(config: ModelConfig) -> ort.SessionOptions:
         ConfigError: ONNX Runtime refuses a `session.*` or `ep.*` entry.
     """
     options = ort.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # errors are raised as well; logged, a client could fill the log with them
     if config.graph_level in _LEVELS:
         options.graph_optimization_level = _LEVELS[config.graph_level]
     if config.intra_op_thread_count is not None:
