@@ -36,7 +36,7 @@ def items(*sizes: Sizes) -> list[Item]:
 
 
 def indices(groups: list[Group]) -> list[list[int]]:
-    return [[item.index for item in group.items] for group in groups]
+    return [[item.place for item in group.items] for group in groups]
 
 
 def test_fit_is_total_on_every_size_up_to_the_largest_and_one_more() -> None:

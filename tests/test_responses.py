@@ -33,9 +33,9 @@ def answers(
     group = Group(tuple(Item(i, item) for i, item in enumerate(items)), sizes, None)
     found = {}
     for item, arrays in split(group, outputs, requests, made, rules):
-        assert item.index not in found
+        assert item.place not in found
         assert all(array.flags.c_contiguous for array in arrays.values())
-        found[item.index] = arrays
+        found[item.place] = arrays
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,7 @@ class Request:
     is_cancelled: Callable[[], bool] = _never
 
 
-@dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """A request that may run: its dimensions' sizes, and why it has to run alone (empty when it need not)."""
 
     sizes: Sizes
@@ -144,7 +143,9 @@ class RequestChecker:
         """
         for name, (low, high) in self._value_ranges.items():
             array = inputs.get(name)
-            if array is not None and array.size and not (array.min() >= low and array.max() <= high):
+            if array is None or not array.size:
+                continue
+            if not (np.minimum.reduce(array, axis=None) >= low and np.maximum.reduce(array, axis=None) <= high):
                 raise InvalidRequest(f"input '{name}' has values outside {low:g}..{high:g}, its range in value_ranges")
 
     def _default(self, name: str, sizes: Sizes) -> Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .signature import Sizes
 
@@ -18,14 +19,13 @@ Cost = Callable[[Sizes], float]
 _MAX_PLANS = 4096
 
 
-@dataclass(frozen=True)
-class Item:
-    """One request as grouping sees it: `index` is its place in the batch, only items of equal `key` share a group.
+class Item(NamedTuple):
+    """One request as grouping sees it: `place` says where in the batch, only items of equal `key` share a group.
 
     One that cannot join runs exact, just as it is: its axes may not agree on its sizes.
     """
 
-    index: int
+    place: int
     sizes: Sizes
     key: Hashable = ()
     can_join: bool = True

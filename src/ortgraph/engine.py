@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from . import signature as signatures
@@ -20,7 +20,7 @@ from .config import ModelConfig
 from .dtypes import as_storage
 from .errors import InvalidRequest, ModelError, RequestError, RunError
 from .graph import capture_buckets, replay_cost
-from .metrics import Metrics
+from .metrics import Key, Metrics
 from .preflight import Findings, Preflight
 from .providers import Provider, Run, Slot, open_provider
 from .providers.base import Array, HostArrays
@@ -33,6 +33,8 @@ from .staging import stage
 CANCEL_CHECK_FROM_S = 0.001
 
 Answer = HostArrays | RequestError
+_REAL: Key = ("ortgraph_real_elements_total", ())
+_PADDED: Key = ("ortgraph_padded_elements_total", ())
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Engine:
         self._checker = _checker(config, signature)
         self._rules = OutputRules(findings.axes)
         self._mean_request_s = 1.0
+        self._hit_keys: dict[Sizes, Key] = {}
         self.table = BucketTable(
             ladders=_ladders(config, signature, has_default=provider.can_capture),
             padded=tuple(findings.padded),
@@ -212,10 +215,10 @@ class Engine:
             good = []
             for item in group.items:
                 try:
-                    self._checker.check_values(requests[item.index].inputs)
+                    self._checker.check_values(requests[item.place].inputs)
                     good.append(item)
                 except InvalidRequest as error:
-                    refused[item.index] = error
+                    refused[item.place] = error
             for again in self.table.group(good):
                 checked = self._launch(again, requests)
                 assert checked
@@ -239,7 +242,7 @@ class Engine:
         if self.signature.is_batched:
             rows = sum(item.sizes[0] for item in group.items)
         flight = Flight(group, slot, slot.launch(wanted, rows), staged, arrays)
-        self._count(group, requests, staged - start)
+        self._count(group, requests, arrays, staged - start)
         return flight
 
     def _finish_flight(self, flight: Flight, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
@@ -247,12 +250,12 @@ class Engine:
         try:
             outputs = flight.run.wait()
             answers: list[tuple[int, Answer]] = [
-                (item.index, found) for item, found in split(group, outputs, requests, self.signature, self._rules)
+                (item.place, found) for item, found in split(group, outputs, requests, self.signature, self._rules)
             ]
         except RequestError as error:
             answers = []
             if len(group.items) == 1 or not self._provider.is_healthy:
-                answers += [(item.index, self._as_client_error(error)) for item in group.items]
+                answers += [(item.place, self._as_client_error(error)) for item in group.items]
         alone = [] if answers else self._each_alone(flight, requests)
         self._provider.give_back(flight.slot)
         run_s = time.perf_counter() - flight.started_s
@@ -263,11 +266,11 @@ class Engine:
             return
         for item, request in zip(group.items, alone, strict=True):
             self.metrics.add("ortgraph_eager_runs_total", reason="group_failed")
-            group = Group((replace(item, index=0),), item.sizes, None)
+            group = Group((item._replace(place=0),), item.sizes, None)
             again = self._launch(group, [request])
             assert again
             for _, answer in self._finish_flight(again, [request]):
-                yield item.index, answer
+                yield item.place, answer
 
     def _each_alone(self, flight: Flight, requests: Sequence[Request]) -> list[Request]:
         """The requests of a group that failed, cut out of what was staged: their own memory may be gone by now."""
@@ -282,7 +285,7 @@ class Engine:
                     index[0] = slice(row, row + item.sizes[0])
                 inputs[name] = array[tuple(index)].copy()
             row += item.sizes[0] if self.signature.is_batched else 0
-            alone.append(Request(inputs, requests[item.index].outputs))
+            alone.append(Request(inputs, requests[item.place].outputs))
         return alone
 
     def _as_client_error(self, error: RequestError) -> RequestError:
@@ -294,33 +297,36 @@ class Engine:
     def _wanted(self, group: Group, requests: Sequence[Request]) -> tuple[str, ...]:
         wanted: set[str] = set()
         for item in group.items:
-            names = requests[item.index].outputs
+            names = requests[item.place].outputs
             if not names:
                 return self._outputs
             wanted.update(names)
         return tuple(name for name in self._outputs if name in wanted)
 
-    def _count(self, group: Group, requests: Sequence[Request], staging_s: float) -> None:
-        add, observe = self.metrics.add, self.metrics.observe
-        if group.bucket is not None:
-            add("ortgraph_bucket_hits_total", bucket=self.bucket_name(group.bucket))
-        if reason := self._provider.eager_reason(group.bucket):
-            add("ortgraph_eager_runs_total", reason=reason)
-        real = total = 0
-        for spec in self.signature.inputs:
-            arrays = [a for item in group.items if (a := requests[item.index].inputs.get(spec.name)) is not None]
-            if arrays:
-                elements = 1
-                for size in self.signature.shape(spec, group.sizes):
-                    elements *= size
-                real += sum(array.size for array in arrays)
-                total += elements
-        add("ortgraph_real_elements_total", real)
-        add("ortgraph_padded_elements_total", max(total - real, 0))
+    def _count(self, group: Group, requests: Sequence[Request], staged: Mapping[str, Array], staging_s: float) -> None:
+        bucket, items = group.bucket, group.items
+        counts: list[tuple[Key, float]] = []
+        if bucket is not None:
+            key = self._hit_keys.get(bucket)
+            if key is None:
+                key = self._hit_keys[bucket] = ("ortgraph_bucket_hits_total", (("bucket", self.bucket_name(bucket)),))
+            counts.append((key, 1))
+        if reason := self._provider.eager_reason(bucket):
+            counts.append((("ortgraph_eager_runs_total", (("reason", reason),)), 1))
+        total = sum(array.size for array in staged.values())
+        real = total
+        if len(items) > 1 or items[0].sizes != group.sizes:
+            real = sum(requests[item.place].inputs[name].size for item in items for name in staged)
+        counts += ((_REAL, real), (_PADDED, total - real))
         rows = group.sizes[0] if self.signature.is_batched else 1
-        observe("ortgraph_group_rows", rows)
-        observe("ortgraph_group_requests", len(group.items))
-        observe("ortgraph_staging_seconds", staging_s)
+        self.metrics.record(
+            counts,
+            (
+                ("ortgraph_group_rows", rows),
+                ("ortgraph_group_requests", len(items)),
+                ("ortgraph_staging_seconds", staging_s),
+            ),
+        )
 
     def bucket_name(self, bucket: Sizes) -> str:
         """`batch=8,sequence=64`; a dimension without a ladder is left out, a model without any is `fixed`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 Labels = tuple[tuple[str, str], ...]
@@ -57,17 +57,21 @@ class Metrics:
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
         """Add to a counter."""
-        key = (name, tuple(labels.items()))
-        with self._lock:
-            self._counters[key] = self._counters.get(key, 0.0) + value
+        self.record((((name, tuple(labels.items())), value),), ())
 
     def observe(self, name: str, value: float) -> None:
         """Count one observation of a histogram."""
-        place = bisect.bisect_left(_BOUNDS[name], value)
+        self.record((), ((name, value),))
+
+    def record(self, counts: Iterable[tuple[Key, float]], observations: Iterable[tuple[str, float]]) -> None:
+        """What one group counts, under one lock."""
         with self._lock:
-            histogram = self._histograms[name]
-            histogram.counts[place] += 1
-            histogram.total += value
+            for key, value in counts:
+                self._counters[key] = self._counters.get(key, 0.0) + value
+            for name, value in observations:
+                histogram = self._histograms[name]
+                histogram.counts[bisect.bisect_left(_BOUNDS[name], value)] += 1
+                histogram.total += value
 
     def values(self) -> dict[Key, float]:
         """Every series and its value since the start; histograms cumulative, as Prometheus wants them."""

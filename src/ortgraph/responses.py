@@ -35,7 +35,7 @@ def split(
     items = group.items
     everything = [spec.name for spec in signature.outputs]
     if len(items) == 1 and items[0].sizes == group.sizes:
-        yield items[0], {name: outputs[name] for name in requests[items[0].index].outputs or everything}
+        yield items[0], {name: outputs[name] for name in requests[items[0].place].outputs or everything}
         return
     batch = signature.index(BATCH) if signature.is_batched else None
     for name, array in outputs.items() if batch is not None else ():
@@ -51,7 +51,7 @@ def split(
             rows = slice(row, row + item.sizes[batch])
             row = rows.stop
         found = {}
-        for name in requests[item.index].outputs or everything:
+        for name in requests[item.place].outputs or everything:
             axes = rules.axes.get(name)
             found[name] = outputs[name][rows] if rows and not axes else _slice(outputs[name], item, axes or {}, rows)
         yield item, found

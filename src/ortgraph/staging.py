@@ -20,7 +20,7 @@ def stage(
     Rows follow each other in the group's order. A single request that already has the run's shape is lent as it is.
     """
     items = group.items
-    first = requests[items[0].index].inputs
+    first = requests[items[0].place].inputs
     is_exact = len(items) == 1 and items[0].sizes == group.sizes
     staged = {}
     for spec in signature.inputs:
@@ -37,7 +37,7 @@ def stage(
         if is_exact:
             view[...] = first[name]
             continue
-        arrays = [requests[item.index].inputs[name] for item in items]
+        arrays = [requests[item.place].inputs[name] for item in items]
         if signature.is_batched:
             _gather_rows(view, arrays, fills[name].pad)
         else:

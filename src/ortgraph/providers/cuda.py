@@ -287,14 +287,19 @@ class CudaSlot:
         self.graph: _Graph | None = None
         self.lease: _Lease | None = None
         self.values: dict[str, Array] = {}
+        self._views: dict[tuple[int, str], Array] = {}
 
     def stage(self, name: str, dtype: DType, shape: Shape) -> Array:
         """A view on the bucket's place in pinned memory; plain memory for an exact run."""
         if self.graph is None:
             view = self.values[name] = np.empty(shape, dtype.storage)
             return view
-        place = self.graph.inputs[name]
-        return self._pinned_in.view(place.offset_bytes, dtype.storage, shape)
+        key = (id(self.graph), name)  # a provider's graphs live as long as its slots
+        known = self._views.get(key)
+        if known is None:
+            place = self.graph.inputs[name]
+            known = self._views[key] = self._pinned_in.view(place.offset_bytes, dtype.storage, place.shape)
+        return known
 
     def borrow(self, name: str, dtype: DType, array: Array) -> None:
         """An exact run reads the caller's memory; a bucket's inputs go through pinned memory once."""
