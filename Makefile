@@ -48,7 +48,7 @@ lint: setup ## Check style and types
 bench: models ## Compare with a plain session.run model.py on this CPU
 	@$(BIN)/python -m benchmarks cpu
 
-loadtest: models ## Locust for ten seconds against the sample models
+loadtest: models ## Locust for ten seconds against a running `make serve`
 	@$(BIN)/python -m loadtest
 
 lock: ## Pin every package anew (needs uv)

@@ -238,7 +238,8 @@ def _loaded_line(args: dict[str, str], engine: Engine, load_s: float) -> str:
     padded = [dim.name for dim, is_padded in zip(dims, table.padded, strict=True) if is_padded]
     return (
         f"{args['model_name']} version {args['model_version']} on {engine.provider_name}, loaded and checked in "
-        f"{load_s:.1f} s; buckets: {buckets or 'none'}; padded: {', '.join(padded) or 'nothing'}"
+        f"{load_s:.1f} s; buckets: {buckets or 'none'}; padded: {', '.join(padded) or 'nothing'}; "
+        f"intra-op threads: {engine.config.intra_op_thread_count or 'one a core'}"
     )
 
 

@@ -1,0 +1,133 @@
+"""`python -m benchmarks`: compare targets side by side, interleaved, and write the result as JSON."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from benchmarks import documents, machine, report
+from benchmarks.rounds import Load, Plan, serve_and_measure
+from benchmarks.summary import summarise
+from benchmarks.targets import BenchmarkError, prepare
+from benchmarks.wire import Shot, encode
+from loadtest.samples import LoadTestError, build_pool
+from ortgraph.errors import OrtgraphError
+
+app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+console = Console(highlight=False)
+ROOT = Path(__file__).resolve().parent.parent
+CPU_LOADS = ("1:8..128", "16:4..16", "16:4..32", "16:8..128")
+
+Rounds = Annotated[int, typer.Option(min=1, help="How often every target gets every load.")]
+SliceS = Annotated[float, typer.Option(min=0.1, help="Seconds measured for a target, load and round.")]
+WarmupS = Annotated[float, typer.Option(min=0.0, help="Seconds of load before each of them that do not count.")]
+Model = Annotated[str, typer.Option(help="The model, by its name in the repository.")]
+Repository = Annotated[Path, typer.Option(help="Holds the model that the baselines serve too.")]
+Requests = Annotated[int, typer.Option(min=1, help="Different requests to draw from, for each load.")]
+Tolerance = Annotated[float | None, typer.Option(help="Relative, instead of the element type's own.")]
+Output = Annotated[Path | None, typer.Option(help="Where the JSON goes; default: benchmarks/results/<command>.json.")]
+
+
+@app.command()
+def compare(
+    targets: Annotated[list[str], typer.Argument(help="ortgraph, a baseline, or [label=]repository; the first is 1.")],
+    load: Annotated[
+        list[str] | None, typer.Option(help=f"clients:lengths, may be given again; default: {' and '.join(CPU_LOADS)}.")
+    ] = None,
+    model: Model = "text_embedding",
+    repository: Repository = ROOT / "model_repository",
+    rounds: Rounds = 5,
+    slice_s: SliceS = 6.0,
+    warmup_s: WarmupS = 0.5,
+    requests: Requests = 256,
+    tolerance: Tolerance = None,
+    output: Output = None,
+) -> None:
+    """Serve the targets and measure them in turn; ratios are against the first one."""
+    try:
+        plan = Plan(
+            [Load.parse(text) for text in load or CPU_LOADS],
+            rounds,
+            slice_s,
+            warmup_s,
+            first_warmup_s=3.0,
+            tolerance=tolerance,
+        )
+        _compare(targets, plan, model, repository, requests, output or report.RESULTS / "compare.json")
+    except (BenchmarkError, LoadTestError, OrtgraphError, ValueError) as error:
+        console.print(f"error: {error}", style="bold red", markup=False)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def cpu(
+    rounds: Rounds = 5,
+    slice_s: SliceS = 6.0,
+    warmup_s: WarmupS = 0.5,
+    requests: Requests = 256,
+    output: Output = None,
+) -> None:
+    """MiniLM by a plain session.run and by ortgraph: one client, and 16 with queries, sentences and paragraphs."""
+    compare(
+        ["session_run", "ortgraph"],
+        rounds=rounds,
+        slice_s=slice_s,
+        warmup_s=warmup_s,
+        requests=requests,
+        output=output or report.RESULTS / "cpu.json",
+    )
+
+
+@app.command()
+def document() -> None:
+    """Write the tables in the documents anew from the results."""
+    for path in documents.write():
+        console.print(f"wrote {path.name}")
+
+
+def _compare(names: list[str], plan: Plan, model: str, repository: Path, requests: int, output: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="ortgraph-benchmark-") as folder:
+        targets = [prepare(name, model=model, source=repository, folder=Path(folder) / "targets") for name in names]
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("computing the right answers", total=len(plan.loads) * requests)
+            pools: dict[str, list[Shot]] = {}
+            for load in plan.loads:
+                samples = build_pool(
+                    repository / model, load.lengths, count=requests, progress=lambda: progress.advance(task)
+                )
+                pools[str(load)] = [Shot(encode(model, s.inputs, list(s.expected)), s.expected) for s in samples]
+            per_target = plan.first_warmup_s + plan.rounds * (plan.warmup_s + plan.slice_s)
+            total_s = len(plan.loads) * len(targets) * per_target
+            progress.reset(task, total=total_s)
+            slices = serve_and_measure(
+                targets,
+                plan,
+                pools,
+                logs=Path(folder),
+                report=lambda text: progress.update(task, description=text),
+                advance=lambda seconds: progress.advance(task, seconds),
+            )
+    rows = summarise(slices)
+    report.show(console, rows, targets[0].label)
+    report.save(
+        output, machine=machine.describe(machine.command_line()), model=model, plan=plan, rows=rows, slices=slices
+    )
+    console.print(f"wrote {output}")
+    if any(row.failures for row in rows):
+        raise BenchmarkError("some answers were wrong or missing; the numbers above count only the right ones")
+
+
+if __name__ == "__main__":
+    app()

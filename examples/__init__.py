@@ -1,0 +1,1 @@
+"""Whole programs to run from the repository's root."""

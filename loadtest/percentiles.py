@@ -1,0 +1,36 @@
+"""Percentiles of raw samples: always a value that was measured, never one between two or a bucket's edge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Nearest rank: the smallest sample that at least `percent` of the samples do not exceed.
+
+    `ordered` ascends. NaN when it is empty.
+    """
+    if not ordered:
+        return math.nan
+    # The tiny amount undoes what binary fractions add: 99.9 % of 1000 is 999, not 999.0000000000001.
+    rank = math.ceil(percent * len(ordered) / 100 - 1e-9)
+    return ordered[min(max(rank, 1), len(ordered)) - 1]
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Percentiles in milliseconds and the number of samples behind them."""
+
+    count: int
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    max_ms: float
+
+    @classmethod
+    def of(cls, samples_ms: Sequence[float]) -> Latency:
+        """Summarise samples in any order."""
+        ordered = sorted(samples_ms)
+        return cls(len(ordered), *(percentile(ordered, percent) for percent in (50, 90, 99, 100)))

@@ -1,0 +1,118 @@
+"""Inputs to send and the answers that plain onnxruntime gives for them, computed once at the start."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from loadtest.answers import Array
+from loadtest.lengths import Lengths
+
+DTYPES: Mapping[str, type] = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(double)": np.float64,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(int16)": np.int16,
+    "tensor(int8)": np.int8,
+    "tensor(uint8)": np.uint8,
+    "tensor(bool)": np.bool_,
+}
+# Integers are ids into some table of unknown size: small ones are in every table.
+MAX_ID = 1000
+
+
+class LoadTestError(Exception):
+    """The load test cannot start; one line says what to change."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request and its right answer."""
+
+    inputs: Mapping[str, Array]
+    expected: Mapping[str, Array]
+
+
+def build_pool(
+    model_folder: Path,
+    lengths: Lengths,
+    *,
+    count: int,
+    version: str = "1",
+    texts: Path | None = None,
+    seed: int = 0,
+    progress: Callable[[], None] = lambda: None,
+) -> list[Sample]:
+    """`count` different requests of one row each for the model in `model_folder`.
+
+    Args:
+        lengths: the size of every dynamic dimension except the batch.
+        texts: a file with one text a line to send instead of random ids; needs the model's tokenizer.json.
+        progress: called after each sample.
+
+    Raises:
+        LoadTestError: the model or the texts are not there, or the model has an input of another kind.
+    """
+    path = model_folder / version / "model.onnx"
+    if not path.is_file():
+        raise LoadTestError(
+            f"the right answers are computed from the model, but {path} is not there; run `make models`"
+        )
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    if texts is not None:
+        feeds = text_feeds(model_folder / "tokenizer.json", texts)
+        inputs = [feeds[i % len(feeds)] for i in range(count)]
+    else:
+        rng = random.Random(seed)
+        inputs = [random_feed(session, lengths.draw(rng), rng.getrandbits(32)) for _ in range(count)]
+    names = [output.name for output in session.get_outputs()]
+    pool = []
+    for feed in inputs:
+        pool.append(Sample(feed, dict(zip(names, session.run(names, feed), strict=True))))
+        progress()
+    return pool
+
+
+def random_feed(session: ort.InferenceSession, length: int, seed: int) -> dict[str, Array]:
+    """One row of random values for every input: masks are ones, ids are small, the rest is normal."""
+    rng = np.random.default_rng(seed)
+    feed: dict[str, Array] = {}
+    for spec in session.get_inputs():
+        dtype = DTYPES.get(spec.type)
+        if dtype is None:
+            raise LoadTestError(
+                f"input '{spec.name}' is {spec.type}; random values are made only for {', '.join(DTYPES)}"
+            )
+        shape = [
+            size if isinstance(size, int) else (1 if axis == 0 else length) for axis, size in enumerate(spec.shape)
+        ]
+        if "mask" in spec.name.lower() or dtype is np.bool_:
+            feed[spec.name] = np.ones(shape, dtype)
+        elif np.issubdtype(dtype, np.integer):
+            feed[spec.name] = rng.integers(0, min(MAX_ID, np.iinfo(dtype).max), shape).astype(dtype)
+        else:
+            feed[spec.name] = rng.standard_normal(shape).astype(dtype)
+    return feed
+
+
+def text_feeds(tokenizer_path: Path, texts: Path) -> Sequence[dict[str, Array]]:
+    """One feed of ids and mask for each line of `texts` that is not empty."""
+    from tokenizers import Tokenizer  # only needed with --texts
+
+    for path in (tokenizer_path, texts):
+        if not path.is_file():
+            raise LoadTestError(f"texts need {path}, which is not there")
+    lines = [line.strip() for line in texts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise LoadTestError(f"{texts} must have at least one line of text")
+    tokenizer = Tokenizer.from_file(str(tokenizer_path))
+    tokenizer.no_padding()
+    rows = [np.array([encoding.ids], dtype=np.int64) for encoding in tokenizer.encode_batch(lines)]
+    return [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in rows]
