@@ -1,4 +1,4 @@
-"""The cuda provider through the engine: captured buckets, eager runs, lent outputs. Answers against the CPU provider."""
+"""The cuda provider through the engine: captured buckets, eager runs, lent outputs; answers as on the CPU."""
 
 from __future__ import annotations
 
@@ -119,5 +119,5 @@ def test_control_flow_runs_eager_with_the_reason_or_is_refused(tmp_path: Path):
     assert any("control flow" in note.lower() for note in engine.findings.notes), engine.findings.notes
     engine.close()
     written["parameters"]["graph_capture"] = "required"
-    with pytest.raises(ModelError, match="(?i)control flow"):
+    with pytest.raises(ModelError, match=r"(?i)control flow"):
         Engine.load(parse(written, model_path=path))
