@@ -52,7 +52,7 @@ def is_error(answer: Any, kind: type[RequestError], message: str) -> bool:
 def test_requests_of_different_lengths_get_their_own_answers(encoder: Engine) -> None:
     batch = [text(1, 4, 1), text(3, 2, 2), text(2, 4, 3), text(1, 1, 4)]
     assert_right(run_batch(encoder, batch), batch, toys.encoder())
-    assert counter(encoder, "ortgraph_requests_total", outcome="run") == 4
+    assert counter(encoder, "ortgraph_requests_total", outcome="answered") == 4
 
 
 def test_requests_of_one_length_run_as_one_group(encoder: Engine) -> None:
@@ -103,7 +103,7 @@ def test_requests_with_errors_are_passed_on_in_their_places(encoder: Engine) -> 
     assert is_error(answers[4], InvalidRequest, "no")
     assert_right([answers[1], answers[3]], batch, toys.encoder())
     assert counter(encoder, "ortgraph_requests_total", outcome="refused") == 3
-    assert counter(encoder, "ortgraph_requests_total", outcome="run") == 2
+    assert counter(encoder, "ortgraph_requests_total", outcome="answered") == 2
 
 
 def test_an_empty_batch_has_no_answers(encoder: Engine) -> None:

