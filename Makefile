@@ -21,6 +21,7 @@ setup: $(VENV)/.installed ## Install the packages and fetch the Triton server
 	@$(BIN)/ortgraph fetch
 
 $(VENV)/.installed: requirements.lock pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "there is no $(PYTHON); install Python 3.11 or newer, or name one with PYTHON=python3.x"; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "Python 3.11, 3.12 or 3.13 is needed, this is %d.%d; name another with PYTHON=python3.x" % v)'
 	@echo "Installing packages into $(VENV) (a minute or two the first time)"
 	@$(PYTHON) -m venv $(VENV) || { echo "python3 cannot make a virtual environment; install python3-venv"; exit 1; }

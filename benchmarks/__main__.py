@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks import documents, machine, report
+from benchmarks import documents, machine, report, workload
 from benchmarks.rounds import Load, Plan, serve_and_measure
 from benchmarks.summary import summarise
 from benchmarks.targets import BenchmarkError, prepare
@@ -22,6 +22,8 @@ app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, rich
 console = Console(highlight=False)
 ROOT = Path(__file__).resolve().parent.parent
 CPU_LOADS = ("1:8..128", "16:4..16", "16:4..32", "16:8..128")
+
+GPU_LOADS = ("1:128", "14:128", "14:8..128", "28:128", "14:128x4")
 
 Rounds = Annotated[int, typer.Option(min=1, help="How often every target gets every load.")]
 SliceS = Annotated[float, typer.Option(min=0.1, help="Seconds measured for a target, load and round.")]
@@ -84,6 +86,31 @@ def cpu(
 
 
 @app.command()
+def gpu(
+    fused: Annotated[bool, typer.Option(help="With ONNX Runtime's fused operators, else with standard ones.")] = False,
+    rounds: Rounds = 3,
+    slice_s: SliceS = 3.0,
+    warmup_s: WarmupS = 0.5,
+    requests: Requests = 64,
+    output: Output = None,
+) -> None:
+    """A BERT-base-size fp16 encoder on a GPU by a plain session.run and by ortgraph with one and two instances."""
+    repositories = workload.write(ROOT / ".cache" / "workload", is_fused=fused, instances=(1, 2))
+    compare(
+        ["session_run", *(f"ortgraph_{count}={path}" for count, path in repositories.items())],
+        load=list(GPU_LOADS),
+        model=workload.MODEL,
+        repository=repositories[1],
+        rounds=rounds,
+        slice_s=slice_s,
+        warmup_s=warmup_s,
+        requests=requests,
+        tolerance=2e-2,
+        output=output or report.RESULTS / f"gpu_{'fused' if fused else 'plain'}.json",
+    )
+
+
+@app.command()
 def document() -> None:
     """Write the tables in the documents anew from the results."""
     for path in documents.write():
@@ -105,7 +132,12 @@ def _compare(names: list[str], plan: Plan, model: str, repository: Path, request
             pools: dict[str, list[Shot]] = {}
             for load in plan.loads:
                 samples = build_pool(
-                    repository / model, load.lengths, count=requests, progress=lambda: progress.advance(task)
+                    repository / model,
+                    load.lengths,
+                    count=requests,
+                    rows=load.rows,
+                    is_gpu=bool(machine.gpus()),
+                    progress=lambda: progress.advance(task),
                 )
                 pools[str(load)] = [Shot(encode(model, s.inputs, list(s.expected)), s.expected) for s in samples]
             per_target = plan.first_warmup_s + plan.rounds * (plan.warmup_s + plan.slice_s)

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import QUIET_CORES
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (ROOT / "README.md",)
 _PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.S)
@@ -42,8 +44,14 @@ def table(result: Mapping[str, Any]) -> str:
     hardware, versions = result["hardware"], result["versions"]
     machine = ", ".join([f"{hardware['cores']} cores of {hardware['cpu']}", *hardware["gpus"]])
     software = ", ".join(f"{name} {version}" for name, version in versions.items())
-    lines += ["", f"`{result['command']}`, {result['date']}, on {machine}; {software}.", ""]
+    lines += ["", f"`{result['command']}`, {result['date']}, on {machine}; {software}.{_noise(result)}", ""]
     return "\n".join(lines)
+
+
+def _noise(result: Mapping[str, Any]) -> str:
+    """What else ran, where the result knows it and it is not little."""
+    cores = max(row.get("other_cpu_cores", 0.0) for row in result["rows"])
+    return f" Other processes used up to {cores:.1f} cores meanwhile." if cores > QUIET_CORES else ""
 
 
 def write() -> list[Path]:

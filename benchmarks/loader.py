@@ -7,13 +7,14 @@ that checking delays no one's clock but is never skipped. At the end of a job ev
 
 from __future__ import annotations
 
+import os
 import random
 import selectors
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 
 from benchmarks.connection import Connection
@@ -113,19 +114,31 @@ def _error(answer: tuple[int, memoryview, int], shot: Shot, job: Job) -> str:
     return ""
 
 
-class LoadProcess:
-    """A process of its own for `run`, so that the load does not share a GIL with anything. A context manager."""
+class LoadProcesses:
+    """Processes of their own for `run`, so that the load does not share a GIL with anything. A context manager.
+
+    The clients of a job are dealt to the processes: a single one would be the ceiling of a server on many cores.
+    """
 
     def __init__(self, pools: Mapping[str, Sequence[Shot]]) -> None:
+        self._count = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
         self._executor = ProcessPoolExecutor(
-            1, mp_context=get_context("spawn"), initializer=_keep_pools, initargs=(dict(pools),)
+            self._count, mp_context=get_context("spawn"), initializer=_keep_pools, initargs=(dict(pools),)
         )
 
     def run(self, job: Job) -> Measurement:
         """Run one job there. Raises OSError when the server does not answer."""
-        return self._executor.submit(_run_kept, job).result()
+        shares = [job.clients // self._count + (i < job.clients % self._count) for i in range(self._count)]
+        jobs = [replace(job, clients=n, seed=job.seed * self._count + i) for i, n in enumerate(shares) if n]
+        whole = Measurement(measured_s=job.duration_s)
+        for part in self._executor.map(_run_kept, jobs):
+            whole.latencies_ms += part.latencies_ms
+            whole.failures = dict(Counter(whole.failures) + Counter(part.failures))
+            whole.elapsed_s = max(whole.elapsed_s, part.elapsed_s)
+            whole.loader_cpu_s += part.loader_cpu_s
+        return whole
 
-    def __enter__(self) -> LoadProcess:
+    def __enter__(self) -> LoadProcesses:
         return self
 
     def __exit__(self, *error: object) -> None:

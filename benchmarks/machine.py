@@ -16,9 +16,9 @@ PACKAGES = ("onnxruntime-gpu", "onnxruntime", "numpy", "tritonclient")
 
 
 def describe(arguments: list[str]) -> dict[str, object]:
-    """For a result's JSON; nothing in it names a person or a host."""
+    """For a result's JSON; nothing in it names a person, a host or the file it is written to."""
     return {
-        "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
+        "command": shlex.join(["python", "-m", "benchmarks", *_without_output(arguments)]),
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {
             "cpu": cpu_model(),
@@ -28,6 +28,17 @@ def describe(arguments: list[str]) -> dict[str, object]:
         },
         "versions": {"python": platform.python_version(), **installed()},
     }
+
+
+def _without_output(arguments: list[str]) -> list[str]:
+    kept = []
+    words = iter(arguments)
+    for word in words:
+        if word == "--output":
+            next(words, None)
+        elif not word.startswith("--output="):
+            kept.append(word)
+    return kept
 
 
 def cpu_model() -> str:

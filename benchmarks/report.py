@@ -16,6 +16,8 @@ from benchmarks.rounds import Plan, Slice
 from benchmarks.summary import Row, Spread
 from loadtest.percentiles import Latency
 
+# More than this in other processes, and a comparison on a few cores is no longer one.
+QUIET_CORES = 0.1
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -39,8 +41,11 @@ def show(console: Console, rows: Sequence[Row], base: str) -> None:
                 console.print(f"  {row.target}: bucket hits {hits}", markup=False)
     console.print(
         "req/s is the median of the rounds, ratios too; percentiles are those of all rounds' samples together.\n"
-        f"The idle servers used {max(row.idle_cpu_cores for row in rows):.2f} cores at most."
+        f"The idle servers used {max(row.idle_cpu_cores for row in rows):.2f} cores at most, "
+        f"what is not part of this benchmark {(other := max(row.other_cpu_cores for row in rows)):.2f}."
     )
+    if other > QUIET_CORES:
+        console.print("The machine was not quiet: repeat this before a number is believed.", style="yellow")
 
 
 def _measured(title: str, rows: Sequence[Row]) -> Table:
@@ -106,4 +111,5 @@ def _slice(part: Slice) -> dict[str, Any]:
         "throughput_rps": len(part.measured.latencies_ms) / part.measured.measured_s,
         "latency": asdict(Latency.of(part.measured.latencies_ms)),
         "failures": part.measured.failures,
+        "other_cpu_cores": part.other_cpu_s / part.measured.elapsed_s,
     }

@@ -7,6 +7,7 @@ meanwhile is measured and reported.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from benchmarks.loader import Job, LoadProcess, Measurement
+from benchmarks.loader import Job, LoadProcesses, Measurement
 from benchmarks.targets import BenchmarkError, Target
 from benchmarks.wire import Shot
 from loadtest import server_metrics
@@ -25,21 +26,24 @@ from ortgraph.server import TritonServer
 
 @dataclass(frozen=True)
 class Load:
-    """So many clients, each with one request on its way, of these lengths."""
+    """So many clients, each with one request on its way, of these lengths and this many rows."""
 
     clients: int
     lengths: Lengths
+    rows: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Load:
-        """`16:8..128`. Raises ValueError."""
-        clients, colon, lengths = text.partition(":")
-        if not colon or not clients.isdecimal() or not 1 <= int(clients) <= 1024:
-            raise ValueError(f"a load must be clients:lengths, such as 16:8..128, got '{text}'")
-        return cls(int(clients), Lengths.parse(lengths))
+        """`16:8..128`, or with 4 rows a request `16:8..128x4`. Raises ValueError."""
+        clients, colon, rest = text.partition(":")
+        lengths, _, rows = rest.partition("x")
+        is_number = clients.isdecimal() and (rows or "1").isdecimal()
+        if not colon or not is_number or not 1 <= int(clients) <= 1024 or not 1 <= int(rows or 1) <= 1024:
+            raise ValueError(f"a load must be clients:lengths[xrows], such as 16:8..128, got '{text}'")
+        return cls(int(clients), Lengths.parse(lengths), int(rows or 1))
 
     def __str__(self) -> str:
-        return f"{self.clients}:{self.lengths}"
+        return f"{self.clients}:{self.lengths}" + (f"x{self.rows}" if self.rows > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,11 @@ class Plan:
 
 @dataclass
 class Slice:
-    """One measurement and where it belongs."""
+    """One measurement and where it belongs.
+
+    Processor time meanwhile: of the server, of the idle servers, and of all that is not part of this benchmark
+    (time that a hypervisor took away included).
+    """
 
     target: str
     load: str
@@ -64,6 +72,7 @@ class Slice:
     measured: Measurement
     server_cpu_s: float = 0.0
     idle_cpu_s: float = 0.0
+    other_cpu_s: float = 0.0
     bucket_hits: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -92,7 +101,7 @@ def serve_and_measure(
             server = TritonServer(target.repository, log_path=logs / f"{target.label}.log")
             servers[target.label] = stack.enter_context(server)
             _check_models(target, servers[target.label])
-        loader = stack.enter_context(LoadProcess(pools))
+        loader = stack.enter_context(LoadProcesses(pools))
         for load in plan.loads:
             for target in targets:
                 report(f"warming up {target.label}, {load}")
@@ -133,19 +142,26 @@ def _job(
     )
 
 
-def _measure(loader: LoadProcess, job: Job, target: Target, servers: Mapping[str, TritonServer], number: int) -> Slice:
+def _measure(
+    loader: LoadProcesses, job: Job, target: Target, servers: Mapping[str, TritonServer], number: int
+) -> Slice:
     server = servers[target.label]
     before = server_metrics.read(server.metrics_url)
+    outside_before_s = _outside_seconds()
     cpu_before_s = {label: cpu_seconds(other.pid) for label, other in servers.items()}
     measured = _run(loader, job, target)
     cpu_s = {label: cpu_seconds(other.pid) - cpu_before_s[label] for label, other in servers.items()}
+    outside_s = _outside_seconds() - outside_before_s
     after = server_metrics.read_settled(server.metrics_url)
     own = cpu_s.pop(target.label)
+    if not measured.latencies_ms:
+        why = next(iter(measured.failures), f"give --slice-s more than {job.duration_s:g}")
+        raise BenchmarkError(f"{target.label}: no right answer came under load {job.load}: {why}")
     hits = server_metrics.growth(before, after, server_metrics.BUCKET_HITS, "bucket")
-    return Slice(target.label, job.load, number, measured, own, sum(cpu_s.values()), hits)
+    return Slice(target.label, job.load, number, measured, own, sum(cpu_s.values()), max(outside_s, 0.0), hits)
 
 
-def _run(loader: LoadProcess, job: Job, target: Target) -> Measurement:
+def _run(loader: LoadProcesses, job: Job, target: Target) -> Measurement:
     try:
         return loader.run(job)
     except OSError as error:
@@ -159,3 +175,10 @@ def cpu_seconds(pid: int | None) -> float:
     parent = psutil.Process(pid)
     times = [process.cpu_times() for process in (parent, *parent.children(recursive=True))]
     return float(sum(t.user + t.system for t in times))
+
+
+def _outside_seconds() -> float:
+    """Processor time that the machine has spent, less that of this process and all below it."""
+    times = psutil.cpu_times()
+    busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+    return float(busy) - cpu_seconds(os.getpid())

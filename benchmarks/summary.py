@@ -40,6 +40,7 @@ class Row:
     server_cpu_cores: float
     loader_cpu_cores: float
     idle_cpu_cores: float
+    other_cpu_cores: float
     bucket_hits: dict[str, float]
 
 
@@ -80,6 +81,7 @@ def _row(own: Sequence[Slice], base: Sequence[Slice]) -> Row:
         server_cpu_cores=sum(s.server_cpu_s for s in own) / sum(s.measured.elapsed_s for s in own),
         loader_cpu_cores=sum(s.measured.loader_cpu_s for s in own) / measured_s,
         idle_cpu_cores=sum(s.idle_cpu_s for s in own) / sum(s.measured.elapsed_s for s in own),
+        other_cpu_cores=sum(s.other_cpu_s for s in own) / sum(s.measured.elapsed_s for s in own),
         bucket_hits=dict(hits.most_common()),
     )
 

@@ -1,4 +1,4 @@
-"""Write docker/requirements.txt: the serving packages out of requirements.lock, with their hashes.
+"""Write docker/requirements.txt: the packages of the image, out of requirements.lock, with their hashes.
 
 usage: python docker/pin.py
 """
@@ -9,8 +9,17 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# ONNX Runtime, numpy, cuda-bindings and what they need.
-SERVING = ("cuda-bindings", "cuda-pathfinder", "flatbuffers", "numpy", "onnxruntime-gpu", "packaging", "protobuf")
+# ONNX Runtime, numpy, cuda-bindings and what they need; setuptools builds the package.
+SERVING = (
+    "cuda-bindings",
+    "cuda-pathfinder",
+    "flatbuffers",
+    "numpy",
+    "onnxruntime-gpu",
+    "packaging",
+    "protobuf",
+    "setuptools",
+)
 
 
 def serving_pins(lock: str) -> str:

@@ -45,12 +45,14 @@ def build_pool(
     lengths: Lengths,
     *,
     count: int,
+    rows: int = 1,
     version: str = "1",
     texts: Path | None = None,
     seed: int = 0,
+    is_gpu: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Sample]:
-    """`count` different requests of one row each for the model in `model_folder`.
+    """`count` different requests of `rows` rows each for the model in `model_folder`.
 
     Args:
         lengths: the size of every dynamic dimension except the batch.
@@ -65,13 +67,14 @@ def build_pool(
         raise LoadTestError(
             f"the right answers are computed from the model, but {path} is not there; run `make models`"
         )
-    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    # Where there is a GPU, an eager run on it: in half precision a CPU is slow.
+    session = ort.InferenceSession(str(path), providers=["CUDAExecutionProvider", "CPUExecutionProvider"][not is_gpu :])
     if texts is not None:
         feeds = text_feeds(model_folder / "tokenizer.json", texts)
         inputs = [feeds[i % len(feeds)] for i in range(count)]
     else:
         rng = random.Random(seed)
-        inputs = [random_feed(session, lengths.draw(rng), rng.getrandbits(32)) for _ in range(count)]
+        inputs = [random_feed(session, rows, lengths.draw(rng), rng.getrandbits(32)) for _ in range(count)]
     names = [output.name for output in session.get_outputs()]
     pool = []
     for feed in inputs:
@@ -80,8 +83,8 @@ def build_pool(
     return pool
 
 
-def random_feed(session: ort.InferenceSession, length: int, seed: int) -> dict[str, Array]:
-    """One row of random values for every input: masks are ones, ids are small, the rest is normal."""
+def random_feed(session: ort.InferenceSession, rows: int, length: int, seed: int) -> dict[str, Array]:
+    """Rows of random values for every input: masks are ones, ids are small, the rest is normal."""
     rng = np.random.default_rng(seed)
     feed: dict[str, Array] = {}
     for spec in session.get_inputs():
@@ -91,7 +94,7 @@ def random_feed(session: ort.InferenceSession, length: int, seed: int) -> dict[s
                 f"input '{spec.name}' is {spec.type}; random values are made only for {', '.join(DTYPES)}"
             )
         shape = [
-            size if isinstance(size, int) else (1 if axis == 0 else length) for axis, size in enumerate(spec.shape)
+            size if isinstance(size, int) else (rows if axis == 0 else length) for axis, size in enumerate(spec.shape)
         ]
         if "mask" in spec.name.lower() or dtype is np.bool_:
             feed[spec.name] = np.ones(shape, dtype)

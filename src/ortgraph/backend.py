@@ -163,7 +163,9 @@ def _host_array(name: str, tensor: Any, dtype: DType | None) -> Array:
     if dtype is None:
         raise InvalidRequest(f"unknown input '{name}'")
     if not tensor.is_cpu():
-        raise UnsupportedRequest(f"input '{name}' lies on the GPU, but the model runs on the CPU; send host memory")
+        raise UnsupportedRequest(
+            f"input '{name}' lies on the GPU, which is not read yet; remove FORCE_CPU_ONLY_INPUT_TENSORS"
+        )
     if dtype.is_raw:
         return dlpack.borrow_raw(tensor, name, dtype.storage)
     array: Array = tensor.as_numpy() if _STUB_KNOWS_NUMPY or dtype.is_string else np.from_dlpack(tensor)

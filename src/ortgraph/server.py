@@ -6,12 +6,14 @@ files are named by TRITON_SERVER and TRITON_BACKENDS (inside Triton's container,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import urllib.error
@@ -30,7 +32,7 @@ __all__ = ["ROOT", "Installation", "ModelState", "ServerError", "TritonServer"]
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
-_DRAIN_S = 20  # how long Triton waits for running requests when it stops; less than STOP_TIMEOUT_S
+_DRAIN_S = 10  # how long Triton waits for open connections when it stops; less than STOP_TIMEOUT_S
 _POLL_S = 0.1
 # Run in the server's place before it: ask to be ended when the process that started us dies (prctl PR_SET_PDEATHSIG),
 # then become the server, with the same process id. A `preexec_fn` is not safe beside other threads.
@@ -182,8 +184,9 @@ class TritonServer:
         env = {**os.environ, "ORT_DISABLE_TELEMETRY": "1", **self._env}
         # The stub takes the packages of the python3 that comes first on PATH.
         env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"
-        if installation.libraries:
-            env["LD_LIBRARY_PATH"] = ":".join(filter(None, (str(installation.libraries), env.get("LD_LIBRARY_PATH"))))
+        # Triton's own libraries, and this Python's libpython, which may lie outside the system's folders.
+        folders = (installation.libraries, env.get("LD_LIBRARY_PATH"), sysconfig.get_config_var("LIBDIR"))
+        env["LD_LIBRARY_PATH"] = ":".join(str(folder) for folder in folders if folder)
         return env
 
     def _wait_ready(self, timeout_s: float, on_progress: Callable[[list[ModelState]], None] | None) -> None:
@@ -192,7 +195,7 @@ class TritonServer:
             self.check_alive()
             log = self._log()
             if reason := stuck_reason(log):
-                raise ServerError(f"a model keeps the server from starting: {reason}; mend it or remove its folder")
+                raise ServerError(f"a Python model keeps the server from starting: {reason}")
             try:
                 models, is_live = self.models(), self._is_live()
             except (OSError, ServerError):
@@ -245,14 +248,17 @@ class TritonServer:
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """End the server by its process id; calling it twice is safe."""
         process, self._process = self._process, None
-        if process is not None and process.poll() is None:
+        if process is None:
+            return
+        if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # its stubs too: they would stay, with their shared memory
-                process.wait()
-        if self._own_log and process is not None and process.returncode == 0:
+        # What is left of its group: itself, or stubs that it did not wait for; they would stay for ever.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if self._own_log and process.returncode == 0:
             self.log_path.unlink(missing_ok=True)
 
     def __enter__(self) -> TritonServer:

@@ -12,8 +12,8 @@ _LOADING = re.compile(r'"loading: (.+):(\d+)"')
 _ENDED = re.compile(r"\"(successfully loaded|failed to load) '([^']+)'( version \d+)?")
 _NOT_TRIED = re.compile(r"\"(?:Poll failed for model directory|failed to load model) '([^']+)': (.*)\"$")
 _PARSE_ERROR = re.compile(r"Error parsing text-format inference\.ModelConfig: (.*)$")
-# Triton 24.10 then waits for ever for the stub that has ended.
-_STUCK = re.compile(r"Failed to preinitialize Python stub: (.*)$", re.M)
+# Triton 24.10 then waits for ever for a stub that has ended.
+_STUCK = re.compile(r"(?:Failed to preinitialize Python stub: |triton_python_backend_stub: )(.*)$", re.M)
 _ERROR_LINE = re.compile(
     r"^(E\d{4} |\[libprotobuf ERROR|error: )|unrecognized option|error while loading shared libraries"
 )
@@ -62,7 +62,12 @@ def models_not_tried(log: str) -> dict[str, str]:
 def stuck_reason(log: str) -> str:
     """Why Triton waits for ever for a Python model, or "" where it does not."""
     found = _STUCK.search(log)
-    return found[1].strip() if found else ""
+    if not found:
+        return ""
+    remedy = "mend the model or remove its folder"
+    if "libpython" in found[1]:
+        remedy = "install this Python's shared library (libpython3.x), or use a Python that has it (make PYTHON=...)"
+    return f"{found[1].strip()}; {remedy}"
 
 
 def last_error(log: str) -> str:

@@ -170,10 +170,12 @@ def test_ctrl_c_while_a_model_loads_stops_at_once(tmp_path: Path):
     add_model(tmp_path, "endless", initialize="import time; time.sleep(10000)")
     with Serving(tmp_path) as serving:
         triton = serving.triton()
+        while not (stubs := triton.children()):
+            assert serving.process.poll() is None
         serving.process.send_signal(signal.SIGINT)
         assert "Stopped." in serving.output.read()
         assert serving.process.wait(60) == 0
-        triton.wait(60)
+        assert psutil.wait_procs([triton, *stubs], timeout=60)[1] == []
 
 
 def test_serve_ends_with_an_error_when_the_server_dies(repository: Path):

@@ -79,7 +79,7 @@ def _unpack(wheel: Path, folder: Path, version: str) -> None:
         for name in archive.namelist():
             if name == f"{_SERVER}bin/tritonserver":
                 target = folder / "bin" / "tritonserver"
-            elif name.startswith(_LIBRARIES) and "libpython3" not in name:
+            elif name.startswith(_LIBRARIES) and ("libpython3" not in name or f"{version[1:]}.so" in name):
                 target = folder / "lib" / name.removeprefix(_LIBRARIES)
             elif name.startswith(f"{_SERVER}backends/python/"):
                 target = folder / "backends" / "python" / name.removeprefix(f"{_SERVER}backends/python/")

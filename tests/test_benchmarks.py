@@ -1,0 +1,103 @@
+"""Benchmarks without a server: what is compared, and how ratios are made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from benchmarks import machine
+from benchmarks.loader import Measurement
+from benchmarks.rounds import Load, Slice
+from benchmarks.summary import summarise
+from benchmarks.targets import BenchmarkError, prepare
+from loadtest.lengths import Lengths
+from loadtest.percentiles import percentile
+
+CONFIG = """
+backend: "ortgraph"
+max_batch_size: 8
+input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ -1 ] } ]
+dynamic_batching { }
+parameters { key: "buckets" value: { string_value: "batch=1,8" } }
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source" / "m"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(CONFIG)
+    (folder / "1" / "model.onnx").write_bytes(b"onnx")
+    return folder.parent
+
+
+def test_a_baseline_serves_the_same_model_without_our_settings(source: Path, tmp_path: Path):
+    target = prepare("session_run", model="m", source=source, folder=tmp_path / "targets")
+    folder = target.repository / "m"
+    config = text_format.Parse((folder / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+    assert (config.name, config.backend, config.max_batch_size) == ("m", "python", 8)
+    assert not config.parameters
+    assert [(tensor.name, tensor.allow_ragged_batch) for tensor in config.input] == [("x", False)]
+    assert config.HasField("dynamic_batching")
+    assert (folder / "1" / "model.onnx").read_bytes() == b"onnx"
+    assert "session.run" in (folder / "1" / "model.py").read_text()
+    assert target.is_checked
+    assert not prepare("noop", model="m", source=source, folder=tmp_path / "targets").is_checked
+
+
+def test_a_repository_is_compared_as_it_is(source: Path, tmp_path: Path):
+    target = prepare(f"mine={source}", model="m", source=tmp_path / "other", folder=tmp_path / "targets")
+    assert target.label == "mine"
+    assert (target.repository / "m" / "config.pbtxt").read_text() == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("nothing", "got 'nothing'"), ("session_run", "two targets"), ("x=.", "must hold m/config")]
+)
+def test_a_target_that_cannot_be_served_is_refused(source: Path, tmp_path: Path, text: str, message: str):
+    prepare("session_run", model="m", source=source, folder=tmp_path / "targets")
+    with pytest.raises(BenchmarkError, match=message):
+        prepare(text, model="m", source=source, folder=tmp_path / "targets")
+
+
+def test_ratios_are_made_round_by_round():
+    """The machine was twice as slow in round 1 for both: the ratio does not see it."""
+    slices = []
+    for number, factor in enumerate((1, 2)):
+        for target, latency_ms in (("base", 10.0), ("ours", 5.0)):
+            samples = [latency_ms * factor] * int(1000 / (latency_ms * factor))
+            slices.append(Slice(target, "1:8", number, Measurement(samples, {}, 1.0, 1.0)))
+    base, ours = summarise(slices)
+    assert (base.target, ours.target) == ("base", "ours")
+    assert (ours.throughput_ratio.low, ours.throughput_ratio.high) == (2.0, 2.0)
+    assert (ours.p50_ratio.median, ours.p99_ratio.median) == (0.5, 0.5)
+    assert ours.latency.count == 300
+    assert ours.latency.p99_ms == 10.0
+
+
+def test_loads_and_lengths_are_parsed_strictly():
+    assert Load.parse("16:8..128") == Load(16, Lengths(8, 128))
+    assert str(Load.parse("1:64")) == "1:64"
+    for text in ("16", "0:8", "x:8", "1:", "1:8..4", "1:0", "1:8...9", "-1:8"):
+        with pytest.raises(ValueError, match="must be"):
+            Load.parse(text)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 99, 100, 101, 1000])
+def test_a_percentile_is_a_sample_that_enough_others_do_not_exceed(count: int):
+    samples = [float(i) for i in range(1, count + 1)]
+    for percent in (1, 50, 90, 99, 99.9, 100):
+        value = percentile(samples, percent)
+        assert value in samples
+        assert sum(sample <= value for sample in samples) * 100 >= percent * count - 1e-6
+        assert sum(sample < value for sample in samples) * 100 < percent * count
+    assert percentile([], 50) != percentile([], 50)
+
+
+def test_a_results_command_does_not_name_its_file():
+    found = machine.describe(["cpu", "--output", "/somewhere/x.json", "--rounds", "2", "--output=y.json"])
+    assert found["command"] == "python -m benchmarks cpu --rounds 2"
