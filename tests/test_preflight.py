@@ -191,7 +191,7 @@ def test_a_flattened_output_forbids_joining(tmp_path: Path) -> None:
         {"shape": np.array([-1])},
     )
     engine = toys.load(made, tmp_path, max_batch_size=4)
-    assert engine.findings.notes == ["requests are never joined: output 'y' has shape [4] for 2 rows"]
+    assert engine.findings.notes == ["requests are never joined: output 'y' has shape [6] for 3 rows"]
     found = run_batch(engine, floats((1, 2), (2, 2)))
     assert [answer["y"].shape for answer in found] == [(2,), (4,)]
 
@@ -277,8 +277,8 @@ def test_half_precision_is_compared_within_its_own_tolerance(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("base", "ladder", "wanted"),
     [
-        (8, None, [(1, 8), (7, 8)]),
-        (1, None, [(1, 2)]),
+        (8, None, [(1, 8), (7, 8), (9, 17)]),
+        (1, None, [(1, 2), (2, 3)]),
         (8, (8, 16, 32), [(1, 8), (9, 16), (17, 32)]),
         (8, (1, 2, 3, 8), [(4, 8)]),
         (8, (1, 4, 8, 16, 32), [(2, 4), (9, 16), (17, 32)]),
@@ -300,7 +300,9 @@ def test_worst_error() -> None:
     inf = float("inf")
     assert worst_error(a, a, f32) == 0
     assert worst_error(a + np.float32([0, 1]), a, f32) == pytest.approx(0.01)
-    assert worst_error(np.float32([0.0]), np.float32([0.5]), f32) == 0.5, "small values are compared absolutely"
+    assert worst_error(np.float32([0.4]), np.float32([0.5]), f32) == pytest.approx(0.2), "small values count too"
+    columns = np.float32([[1e3, 0.5], [2e3, 1.0]])
+    assert worst_error(columns + np.float32([0, 0.5]), columns, f32) == pytest.approx(0.25), "a large column hides none"
     assert worst_error(a, a[:1], f32) == inf
     nan = np.array([np.nan, 1], np.float32)
     assert worst_error(nan, nan, f32) == 0
@@ -340,3 +342,95 @@ def test_padding_that_is_wrong_only_beside_a_longer_row_is_never_done():
     assert found.padded == [True, False]
     assert found.notes == ["nothing is padded: output 'y' changes by " + found.notes[0].split(" by ")[1]]
     assert (2, 4) in seen
+
+
+def test_integers_other_than_0_and_1_are_tried_before_rows_are_joined(tmp_path: Path) -> None:
+    """The largest length of the batch scales all, as in sequence masks: with lengths of 1 alone nobody would notice."""
+    nodes = [
+        helper.make_node("ReduceMax", ["lengths"], ["longest"], keepdims=1),
+        helper.make_node("Mul", ["lengths", "longest"], ["y"]),
+    ]
+    made = model(nodes, [("lengths", I64, ["batch"])], [("y", I64, ["batch"])])
+    engine = toys.load(made, tmp_path, max_batch_size=8)
+    assert not engine.findings.can_join
+    check_batch(engine, made, [{"lengths": np.array([3])}, {"lengths": np.array([5])}])
+
+
+def test_rows_that_the_model_sorts_are_never_joined(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Shape", ["key"], ["count"]),
+        helper.make_node("TopK", ["key", "count"], ["best", "order"], axis=0),
+        helper.make_node("Gather", ["x", "order"], ["y"], axis=0),
+    ]
+    inputs = [("key", I64, ["batch"]), ("x", F32, ["batch", 2])]
+    engine = toys.load(model(nodes, inputs, [("y", F32, ["batch", 2])]), tmp_path, max_batch_size=8)
+    assert not engine.findings.can_join
+
+
+def test_negative_numbers_run_alone_where_padding_with_0_would_win(tmp_path: Path) -> None:
+    made = toys.reduce("ReduceMax", elem_type=I64)
+    engine = toys.load(made, tmp_path, max_batch_size=8, ragged=("x",))
+    assert engine.table.padded == (True, True)
+    assert engine.findings.unproven == {"negative"}
+    rows = [np.array([[-5, -7]]), np.array([[1, 2, 3]]), np.array([[4, 1]])]
+    batch = engine.begin([toys.Request({"x": row}) for row in rows])
+    assert sorted(len(flight.group.items) for flight in batch.flights) == [1, 2]
+    dict(engine.finish(batch))
+    check_batch(engine, made, [{"x": row} for row in rows])
+
+
+def test_a_row_with_nothing_but_masked_runs_alone_where_its_padding_would_count(tmp_path: Path) -> None:
+    """Softmax pooling with an additive mask: where all is masked, the padding has the same weight as the rest."""
+    nodes = [
+        helper.make_node("Cast", ["mask"], ["m"], to=F32),
+        helper.make_node("Sub", ["m", "one"], ["m_1"]),
+        helper.make_node("Mul", ["m_1", "large"], ["bias"]),
+        helper.make_node("Add", ["x", "bias"], ["scores"]),
+        helper.make_node("Softmax", ["scores"], ["weights"], axis=-1),
+        helper.make_node("Mul", ["weights", "x"], ["parts"]),
+        helper.make_node("ReduceSum", ["parts", "axes"], ["y"], keepdims=1),
+    ]
+    inputs = [("x", F32, ["batch", "n"]), ("mask", I64, ["batch", "n"])]
+    weights = {"one": np.float32(1), "large": np.float32(10000), "axes": np.array([1])}
+    made = model(nodes, inputs, [("y", F32, ["batch", 1])], weights)
+    engine = toys.load(made, tmp_path, max_batch_size=8, ragged=("x", "mask"), value_ranges={"mask": (0, 1)})
+    assert lengths(engine)
+    assert engine.findings.unproven == {"zero"}
+    x = [array["x"] for array in floats((1, 3), (1, 6), (1, 4))]
+    masks = [np.zeros((1, 3), np.int64), np.ones((1, 6), np.int64), np.ones((1, 4), np.int64)]
+    check_batch(engine, made, [{"x": a, "mask": m} for a, m in zip(x, masks, strict=True)])
+
+
+def test_small_outputs_are_compared_too(tmp_path: Path) -> None:
+    """A mean of 1e-5: its error by padding is large against it, however small it is."""
+    nodes = [
+        helper.make_node("ReduceMean", ["x", "axes"], ["m"], keepdims=1),
+        helper.make_node("Mul", ["m", "tiny"], ["y"]),
+    ]
+    weights = {"axes": np.array([1]), "tiny": np.float32(1e-5)}
+    made = model(nodes, [("x", F32, ["batch", "n"])], [("y", F32, ["batch", 1])], weights)
+    engine = toys.load(made, tmp_path, max_batch_size=8, ragged=("x",))
+    assert not lengths(engine)
+
+
+def test_an_axis_that_follows_only_beyond_a_size_forbids_padding(tmp_path: Path) -> None:
+    """The model pads its output to 8 at least: up to there the axis looks constant."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["n"], start=1),
+        helper.make_node("Sub", ["eight", "n"], ["missing"]),
+        helper.make_node("Max", ["missing", "zero"], ["more"]),
+        helper.make_node("Concat", ["zero", "zero", "zero", "more"], ["pads"], axis=0),
+        helper.make_node("Pad", ["x", "pads"], ["y"]),
+    ]
+    weights = {"eight": np.array([8]), "zero": np.array([0])}
+    made = model(nodes, [("x", F32, ["batch", "n"])], [("y", F32, ["batch", "m"])], weights)
+    engine = toys.load(made, tmp_path, max_batch_size=8, ragged=("x",))
+    assert not lengths(engine)
+    check_batch(engine, made, floats((1, 3), (1, 16)))
+
+
+def test_whole_numbers_beyond_2_to_the_53_stay_exact() -> None:
+    from ortgraph.config import parse
+
+    written = {"parameters": {"default_values": {"string_value": "k=9007199254740993"}}}
+    assert parse(written, model_path=Path("m/1/model.onnx")).default_values == {"k": 9007199254740993}

@@ -27,7 +27,7 @@ from .providers.base import Array, HostArrays
 from .signature import Signature, TensorSpec
 
 # Axis names that exporters give to the batch: only then does a model without a config get a max_batch_size.
-_BATCH_NAMES = re.compile(r"N|bs|(?i:(.*[._])?batch(_?size)?)")
+_BATCH_NAMES = re.compile(r"bs|(?i:(.*[._])?batch(_?size)?)")
 DEFAULT_MAX_BATCH_SIZE = 32
 # A stub built before numpy 2 misreads numpy 2's arrays (it sends empty bodies and dies of BYTES). With such a pair
 # tensors go through DLPack, which is right everywhere but takes 10 us more a tensor.

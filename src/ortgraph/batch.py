@@ -77,6 +77,8 @@ class RequestChecker:
         self._signature = signature
         self._max_batch_size = max_batch_size
         self._value_ranges = value_ranges
+        self.unproven: frozenset[str] = frozenset()
+        self._whole = [s.name for s in signature.inputs if s.dtype.storage.kind in "iub" and not s.dtype.is_raw]
         self._known = {spec.name: spec for spec in signature.inputs}
         self._rules = {spec.name: _Rule.of(spec) for spec in signature.inputs}
         self._outputs = frozenset(spec.name for spec in signature.outputs)
@@ -134,7 +136,19 @@ class RequestChecker:
             raise InvalidRequest(f"{sizes[0]} rows are more than max_batch_size {self._max_batch_size}")
         for name in self._without_rows & inputs.keys():
             conflict = f"input '{name}' has no batch axis"
-        return Checked(sizes, conflict)
+        return Checked(sizes, conflict or (self._unproven_value(inputs) if self.unproven else ""))
+
+    def _unproven_value(self, inputs: Mapping[str, Array]) -> str:
+        """Why the request must run alone: values for which joining and padding were not proven (preflight.py)."""
+        for name in self._whole:
+            array = inputs.get(name)
+            if array is None or not array.size:
+                continue
+            if "negative" in self.unproven and array.dtype.kind == "i" and np.minimum.reduce(array, axis=None) < 0:
+                return f"input '{name}' has negative values"
+            if "zero" in self.unproven and array.ndim and not array.reshape(array.shape[0], -1).any(axis=1).all():
+                return f"input '{name}' has a row of zeros"
+        return ""
 
     def check_values(self, inputs: Mapping[str, Array]) -> None:
         """Raise InvalidRequest where a value lies outside `value_ranges`: as an index it would read foreign memory.
@@ -146,7 +160,8 @@ class RequestChecker:
             if array is None or not array.size:
                 continue
             if not (np.minimum.reduce(array, axis=None) >= low and np.maximum.reduce(array, axis=None) <= high):
-                raise InvalidRequest(f"input '{name}' has values outside {low:g}..{high:g}, its range in value_ranges")
+                shown = f"{_shown(low)}..{_shown(high)}"
+                raise InvalidRequest(f"input '{name}' has values outside {shown}, its range in value_ranges")
 
     def _default(self, name: str, sizes: Sizes) -> Array:
         spec, value = self._known[name], self.fills[name].default
@@ -165,6 +180,11 @@ def _checked_value(key: str, name: str, dtype: DType, value: float) -> None:
     if dtype.storage.kind in "iub":
         limits = (0, 1) if dtype.storage.kind == "b" else (np.iinfo(dtype.storage).min, np.iinfo(dtype.storage).max)
         if not float(value).is_integer() or not limits[0] <= value <= limits[1]:
-            raise ConfigError(f"parameter '{key}': {value:g} does not fit input '{name}' of type {dtype.short}")
+            raise ConfigError(f"parameter '{key}': {_shown(value)} does not fit input '{name}' of type {dtype.short}")
     elif dtype.storage.kind == "f" and math.isfinite(value) and abs(value) > np.finfo(dtype.storage).max:
-        raise ConfigError(f"parameter '{key}': {value:g} does not fit input '{name}' of type {dtype.short}")
+        raise ConfigError(f"parameter '{key}': {_shown(value)} does not fit input '{name}' of type {dtype.short}")
+
+
+def _shown(value: float) -> str:
+    """A whole number exactly, another one short."""
+    return str(int(value)) if isinstance(value, int) or (abs(value) < 2**53 and value == int(value)) else f"{value:g}"

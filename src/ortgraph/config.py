@@ -117,10 +117,15 @@ def parse_buckets(value: str) -> dict[str, tuple[int, ...]]:
     return ladders
 
 
+def _number(text: str) -> float:
+    """Whole numbers stay whole, so that those beyond 2^53 stay exact."""
+    return int(text) if re.fullmatch(r"\s*[+-]?\d+\s*", text) else float(text)
+
+
 def _numbers(value: str) -> dict[str, float]:
     rule = "'input=number; input=number'"
     try:
-        return {name: float(text) for name, text in _pairs(value, rule).items()}
+        return {name: _number(text) for name, text in _pairs(value, rule).items()}
     except ValueError:
         raise ValueError(rule) from None
 
@@ -131,7 +136,7 @@ def _ranges(value: str) -> dict[str, tuple[float, float]]:
     for name, text in _pairs(value, rule).items():
         low, dots, high = text.partition("..")
         try:
-            found[name] = (float(low), float(high))
+            found[name] = (_number(low), _number(high))
         except ValueError:
             raise ValueError(rule) from None
         if not dots or not -math.inf < found[name][0] <= found[name][1] < math.inf:

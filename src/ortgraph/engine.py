@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from . import signature as signatures
@@ -21,8 +22,8 @@ from .dtypes import as_storage
 from .errors import InvalidRequest, ModelError, RequestError, RunError
 from .graph import capture_buckets, replay_cost
 from .metrics import Key, Metrics
-from .preflight import Findings, Preflight
-from .providers import Provider, Run, Slot, open_provider
+from .preflight import Findings, Preflight, RunExact
+from .providers import Provider, Run, Slot, open_checked, open_provider
 from .providers.base import Array, HostArrays
 from .responses import OutputRules, split
 from .signature import BATCH, Signature, Sizes
@@ -33,6 +34,7 @@ from .staging import stage
 CANCEL_CHECK_FROM_S = 0.001
 
 Answer = HostArrays | RequestError
+_MAX_HIT_KEYS = 1024
 _REAL: Key = ("ortgraph_real_elements_total", ())
 _PADDED: Key = ("ortgraph_padded_elements_total", ())
 
@@ -85,6 +87,7 @@ class Engine:
         self._provider = provider
         self._outputs = tuple(spec.name for spec in signature.outputs)
         self._checker = _checker(config, signature)
+        self._checker.unproven = frozenset(findings.unproven)
         self._rules = OutputRules(findings.axes)
         self._mean_request_s = 1.0
         self._hit_keys: dict[Sizes, Key] = {}
@@ -311,6 +314,8 @@ class Engine:
         if bucket is not None:
             key = self._hit_keys.get(bucket)
             if key is None:
+                if len(self._hit_keys) >= _MAX_HIT_KEYS:  # a dimension without buckets has as many sizes as come
+                    self._hit_keys.clear()
                 key = self._hit_keys[bucket] = ("ortgraph_bucket_hits_total", (("bucket", self.bucket_name(bucket)),))
             counts.append((key, 1))
         if reason := self._provider.eager_reason(bucket):
@@ -362,6 +367,18 @@ def _ladders(config: ModelConfig, signature: Signature, *, has_default: bool) ->
     return tuple(found)
 
 
+def _run_exact(provider: Provider, signature: Signature, inputs: dict[str, Array]) -> HostArrays:
+    """One run of just these inputs."""
+    slot = provider.slot(None)
+    try:
+        for spec in signature.inputs:
+            if spec.name in inputs:
+                slot.borrow(spec.name, spec.dtype, inputs[spec.name])
+        return slot.launch([spec.name for spec in signature.outputs]).wait()
+    finally:
+        provider.give_back(slot)
+
+
 def _examine(config: ModelConfig, provider: Provider, signature: Signature) -> Findings:
     """Run the preflight: dimensions with buckets or with allow_ragged_batch are candidates for padding."""
     ragged = {tensor.name for tensor in config.inputs if tensor.is_ragged}
@@ -373,21 +390,30 @@ def _examine(config: ModelConfig, provider: Provider, signature: Signature) -> F
     offset = 1 if signature.is_batched else 0
     fixed = {(t.name, axis + offset): size for t in config.inputs for axis, size in enumerate(t.dims) if size > 0}
     known = {i: fixed[axis] for i, dim in enumerate(signature.dims) for axis in dim.axes if axis in fixed}
-    outputs = tuple(spec.name for spec in signature.outputs)
-
-    def run_exact(inputs: dict[str, Array]) -> HostArrays:
-        slot = provider.slot(None)
-        try:
-            for spec in signature.inputs:
-                if spec.name in inputs:
-                    slot.borrow(spec.name, spec.dtype, inputs[spec.name])
-            return slot.launch(outputs).wait()
-        finally:
-            provider.give_back(slot)
-
     fills = _checker(config, signature).fills
-    preflight = Preflight(signature, run_exact, fills, known, config.value_ranges)
-    findings = preflight.examine(ladders, candidates)
+    twin: Provider | None = None
+    run_checked: RunExact | None = None
+    if not provider.checks_indices:
+
+        def run_checked(inputs: dict[str, Array]) -> HostArrays:
+            nonlocal twin
+            twin = twin or open_checked(config)
+            return _run_exact(twin, signature, inputs)
+
+    preflight = Preflight(
+        signature,
+        partial(_run_exact, provider, signature),
+        fills,
+        known,
+        config.value_ranges,
+        run_checked=run_checked,
+        rounding=provider.rounding,
+    )
+    try:
+        findings = preflight.examine(ladders, candidates)
+    finally:
+        if twin is not None:
+            twin.close()
     if provider.can_capture and config.graph_capture != "off":
         ladders = _ladders(config, signature, has_default=True)
         is_required = config.graph_capture == "required"

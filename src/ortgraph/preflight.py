@@ -23,8 +23,32 @@ from .signature import BATCH, Shape, Signature, Sizes
 RunExact = Callable[[dict[str, Array]], HostArrays]
 _GUESSES = (8, 32, 224)
 _SEED = 20261130
-_SIGNS = (0, 1, -1)
+_FLOOR = 1e-6  # what is smaller than this counts as nothing
 _TEXTS = ("", "a", "b", "a b", "b c a")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What random inputs a claim is tried on.
+
+    `sign` makes all floats positive or negative (a maximum over negative numbers, say, shows padding with 0).
+    Whole numbers and flags are from `low` to `high`, or in their own `value_ranges`; with `is_mask` the last axis
+    begins with a 1.
+    """
+
+    name: str
+    sign: int
+    low: int
+    high: int
+    is_mask: bool = False
+
+
+# A claim must hold on these; wide numbers are indices or lengths, and a model that refuses them is not asked.
+_ORDINARY = Trial("ordinary", 0, 0, 1, is_mask=True)
+_TRIALS = (_ORDINARY, Trial("positive", 1, 1, 1, is_mask=True), Trial("wide", -1, 0, 31, is_mask=True))
+# Where a claim fails on these, requests with such values run alone: an input with a row of zeros (nothing but masked),
+# negative whole numbers.
+_ZERO, _NEGATIVE = Trial("zero", 0, 0, 0), Trial("negative", 0, -31, -1)
 
 
 @dataclass
@@ -32,20 +56,24 @@ class Findings:
     """What was measured.
 
     `padded` holds for each dimension whether it may be padded, `axes` which output axis follows which dimension,
-    `notes` one sentence for each thing that will not be done and why, `cost` the estimated seconds of a run.
+    `notes` one sentence for each thing that will not be done and why, `cost` the estimated seconds of a run. `unproven`
+    holds "zero" or "negative" when requests with a row of zeros, or with negative whole numbers, must run alone.
     """
 
     padded: list[bool]
     can_join: bool = True
+    unproven: set[str] = field(default_factory=set)
     axes: dict[str, dict[int, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     cost: Cost = lambda sizes: float(np.prod(sizes))
 
 
 def worst_error(got: Array, wanted: Array, dtype: DType) -> float:
-    """The largest difference relative to the largest wanted value (at least 1); inf where shape or NaNs differ.
+    """The largest difference relative to the largest wanted value; inf where shape or NaNs differ.
 
-    Types that are not floats must be equal: then the result is 0, else inf.
+    Types that are not floats must be equal: then the result is 0, else inf. Singles and doubles are compared column by
+    column of the last axis, so that a large one hides no other (a column below a thousandth of the largest value is
+    rounding); in half precision rounding is too coarse for that.
     """
     if got.shape != wanted.shape:
         return float("inf")
@@ -57,7 +85,11 @@ def worst_error(got: Array, wanted: Array, dtype: DType) -> float:
         return float("inf")
     if not finite.any():
         return 0.0
-    return float(np.abs(a[finite] - b[finite]).max() / max(1.0, np.abs(b[finite]).max()))
+    difference, size = np.abs(np.where(finite, a - b, 0)), np.abs(np.where(finite, b, 0))
+    scale = np.asarray(size.max())
+    if dtype.storage.itemsize >= 4 and size.ndim:
+        scale = np.maximum(size.max(axis=tuple(range(size.ndim - 1))), 1e-3 * scale)
+    return float((difference / np.maximum(scale, _FLOOR)).max())
 
 
 class Preflight:
@@ -70,10 +102,19 @@ class Preflight:
         fills: Mapping[str, Fill],
         known_sizes: Mapping[int, int],
         value_ranges: Mapping[str, tuple[float, float]],
+        *,
+        run_checked: RunExact | None = None,
+        rounding: float = 0.0,
     ) -> None:
-        """`known_sizes` are the dimensions, by place, whose size the config fixes."""
+        """`known_sizes` are the dimensions, by place, whose size the config fixes.
+
+        `run_checked` runs the model where an index outside its table is an error (the CPU), unless `run` does.
+        `rounding` is how far two runs may lie apart beyond the element types' own tolerances.
+        """
         self._signature = signature
         self.run_exact = run
+        self._run_checked = run_checked or run
+        self._rounding = rounding
         self._fills = fills
         self._known_sizes = known_sizes
         self._ranges = value_ranges
@@ -92,9 +133,9 @@ class Preflight:
             found.notes.append(f"requests are never joined or padded, since no trial run succeeded: {problem}")
             return found
         if batch is not None:
-            found.can_join, reason = self._check_join(base, batch)
-            found.padded[batch] = found.can_join
-            if not found.can_join:
+            reason = self._join_changes(base)
+            found.can_join = found.padded[batch] = not reason
+            if reason:
                 found.notes.append(f"requests are never joined: {reason}")
         for dim, is_candidate in enumerate(candidates):
             if is_candidate and dim != batch:
@@ -107,11 +148,30 @@ class Preflight:
             found.notes.append(f"nothing is padded: {reason}")
             for dim in dims:
                 found.padded[dim] = False
+        for trial in (_ZERO, _NEGATIVE) if any(found.padded) and self._has_whole_numbers() else ():
+            is_joined = found.can_join and batch is not None
+            changes = [self._join_change(base, trial)] if is_joined else []
+            changes += [self._padding_changes(dim, base, ladders[dim], {}, trial) for dim in dims if found.padded[dim]]
+            if any(changes):
+                found.unproven.add(trial.name)
+                what = "a row of zeros" if trial is _ZERO else "negative whole numbers"
+                found.notes.append(f"requests with {what} run alone: {next(filter(None, changes))}")
         found.cost = self._measure_cost(base, ladders, batch)
         return found
 
-    def random_inputs(self, sizes: Sizes, sign: int = 0) -> dict[str, Array]:
-        """Random inputs within `value_ranges`, else by type (see `_random_values`)."""
+    def _has_whole_numbers(self) -> bool:
+        return any(spec.dtype.storage.kind in "iub" and not spec.dtype.is_raw for spec in self._signature.inputs)
+
+    def _tolerance(self, name: str) -> float:
+        dtype = self._dtypes[name]
+        return max(dtype.tolerance, self._rounding) if dtype.tolerance else 0.0
+
+    def _run_for(self, trial: Trial) -> RunExact:
+        """Numbers beyond 0 and 1 may be indices outside their table: asked only where that is an error."""
+        return self.run_exact if trial.low >= 0 and trial.high <= 1 else self._run_checked
+
+    def random_inputs(self, sizes: Sizes, trial: Trial = _ORDINARY) -> dict[str, Array]:
+        """Random inputs within `value_ranges`, else as the trial says (see `_random_values`)."""
         inputs = {}
         for spec in self._signature.inputs:
             if not spec.is_required:
@@ -121,10 +181,13 @@ class Preflight:
                 low, high = self._ranges[spec.name]
                 if spec.dtype.is_float:
                     array = self._random.uniform(low, high, shape).astype(spec.dtype.storage)
+                elif trial is _ZERO and low <= 0 <= high:
+                    array = np.zeros(shape, spec.dtype.storage)
                 else:
                     array = self._random.integers(int(low), int(high), shape, spec.dtype.storage, endpoint=True)
+                    _begin_with_one(array, trial.is_mask and low <= 0 and high >= 1)
             else:
-                array = _random_values(self._random, spec.dtype, shape, sign)
+                array = _random_values(self._random, spec.dtype, shape, trial)
             inputs[spec.name] = array
         return inputs
 
@@ -142,38 +205,58 @@ class Preflight:
                 problem = str(error)
         return None, problem
 
-    def _check_join(self, base: Sizes, batch: int) -> tuple[bool, str]:
-        for sign in _SIGNS:
-            reason = self._join_changes(base, sign)
-            if reason:
-                return False, reason
-        return True, ""
+    def _join_changes(self, base: Sizes) -> str:
+        """Why rows of different requests cannot run together, or an empty string."""
+        return next(filter(None, (self._join_change(base, trial) for trial in _TRIALS)), "")
 
-    def _join_changes(self, base: Sizes, sign: int) -> str:
-        one, two = self.random_inputs(base, sign), self.random_inputs(base, sign)
-        both = {name: np.concatenate([one[name], two[name]]) for name in one}
+    def _join_change(self, base: Sizes, trial: Trial) -> str:
+        """Three rows alone against together, in both orders."""
+        run = self._run_for(trial)
+        rows = [self.random_inputs(base, trial) for _ in range(3)]
         try:
-            apart, together = [self.run_exact(one), self.run_exact(two)], self.run_exact(both)
+            apart = [run(row) for row in rows]
         except OrtgraphError as error:
-            return f"two rows cannot run together: {error}"
-        for name, array in together.items():
-            if array.ndim == 0 or array.shape[0] != 2:
-                return f"output '{name}' has shape {list(array.shape)} for 2 rows"
-            for row, alone in enumerate(apart):
-                worst = worst_error(array[row : row + 1], alone[name], self._dtypes[name])
-                if worst > self._dtypes[name].tolerance:
-                    return f"output '{name}' of a row changes by {worst:.1e} beside another row"
+            return f"a row of {trial.name} values cannot run: {error}" if trial is _ORDINARY else ""
+        for order in ((0, 1, 2), (2, 1, 0)):
+            try:
+                together = run({name: np.concatenate([rows[i][name] for i in order]) for name in rows[0]})
+            except OrtgraphError as error:
+                return f"three rows cannot run together: {error}"
+            for name, array in together.items():
+                if array.ndim == 0 or array.shape[0] != len(order):
+                    return f"output '{name}' has shape {list(array.shape)} for {len(order)} rows"
+                for place, row in enumerate(order):
+                    worst = worst_error(array[place : place + 1], apart[row][name], self._dtypes[name])
+                    if worst > self._tolerance(name):
+                        return f"output '{name}' of a row changes by {worst:.1e} beside another row"
         return ""
 
     def _check_padding(self, dim: int, base: Sizes, ladder: Ladder | None, axes: dict[str, dict[int, int]]) -> str:
         """Why this dimension cannot be padded, or an empty string; the output axes that follow it go into `axes`."""
-        rules: dict[str, set[int]] = {name: set() for name in self._dtypes}
-        for (small, large), sign in itertools.product(_trial_sizes(base[dim], ladder), _SIGNS):
+        rules: dict[str, set[int]] = {}
+        for trial in _TRIALS:
+            if reason := self._padding_changes(dim, base, ladder, rules, trial):
+                return reason
+        for name, found in rules.items():
+            axes.setdefault(name, {}).update(dict.fromkeys(found, dim))
+        return ""
+
+    def _padding_changes(
+        self, dim: int, base: Sizes, ladder: Ladder | None, rules: dict[str, set[int]], trial: Trial
+    ) -> str:
+        """One kind of values at every pair of sizes; which output axes follow the dimension must always be the same."""
+        run = self._run_for(trial)
+        for small, large in _trial_sizes(base[dim], ladder):
             short, long = (tuple(size if i == dim else b for i, b in enumerate(base)) for size in (small, large))
-            inputs = self.random_inputs(short, sign)
+            inputs = self.random_inputs(short, trial)
             try:
-                exact = self.run_exact(inputs)
-                padded = self.run_exact({name: self._pad(name, array, long) for name, array in inputs.items()})
+                exact = run(inputs)
+            except OrtgraphError as error:
+                if trial is _ORDINARY:
+                    return f"a trial run at {small} failed: {error}"
+                continue
+            try:
+                padded = run({name: self._pad(name, array, long) for name, array in inputs.items()})
             except OrtgraphError as error:
                 return f"a trial run at {small} padded to {large} failed: {error}"
             for name, array in padded.items():
@@ -181,17 +264,15 @@ class Preflight:
                 if array.ndim != wanted.ndim:
                     return f"output '{name}' changes its number of axes"
                 changed = {axis for axis in range(array.ndim) if array.shape[axis] != wanted.shape[axis]}
-                if any((wanted.shape[axis], array.shape[axis]) != (small, large) for axis in changed):
+                is_followed = all((wanted.shape[axis], array.shape[axis]) == (small, large) for axis in changed)
+                if not is_followed or rules.setdefault(name, changed) != changed:
                     return (
                         f"output '{name}' has shape {list(wanted.shape)} at {small}, "
                         f"{list(array.shape)} padded to {large}, and cannot be sliced back"
                     )
-                rules[name] |= changed
                 worst = worst_error(array[tuple(slice(size) for size in wanted.shape)], wanted, dtype)
-                if worst > dtype.tolerance:
+                if worst > self._tolerance(name):
                     return f"output '{name}' changes by {worst:.1e} when {small} is padded to {large}"
-        for name, found in rules.items():
-            axes.setdefault(name, {}).update(dict.fromkeys(found, dim))
         return ""
 
     def _check_together(
@@ -218,7 +299,7 @@ class Preflight:
             elif row:
                 continue
             worst = worst_error(array[tuple(index)], exact[row][name], self._dtypes[name])
-            if worst > self._dtypes[name].tolerance:
+            if worst > self._tolerance(name):
                 return f"output '{name}' changes by {worst:.1e} when all is padded beside a longer row"
         return ""
 
@@ -259,12 +340,9 @@ class Preflight:
         return cost
 
 
-def _random_values(random: np.random.Generator, dtype: DType, shape: Shape, sign: int) -> Array:
-    """Normal floats, texts of one to three words, else 0 and 1 with a leading 1, which suits indices and masks.
-
-    With a sign the floats all have it (a maximum over negative numbers, say, shows padding with 0), and with a positive
-    one the other numbers are all 1.
-    """
+def _random_values(random: np.random.Generator, dtype: DType, shape: Shape, trial: Trial) -> Array:
+    """Normal floats of the trial's sign, texts of one to three words, else numbers between the trial's bounds."""
+    sign = trial.sign
     floats = np.asarray(random.standard_normal(shape))
     floats = np.asarray(sign * np.abs(floats) if sign else floats)
     array: Array
@@ -277,17 +355,24 @@ def _random_values(random: np.random.Generator, dtype: DType, shape: Shape, sign
     elif dtype.is_float:
         array = floats.astype(dtype.storage)
     else:
-        array = np.asarray(1 if sign > 0 else random.integers(0, 2, shape), dtype.storage)
-        array = np.broadcast_to(array, shape).copy()
-        if array.ndim and array.size:
-            array[..., 0] = 1
+        low = max(trial.low, 0) if dtype.storage.kind in "ub" else trial.low
+        high = max(min(trial.high, 1) if dtype.storage.kind == "b" else trial.high, low)
+        array = np.asarray(random.integers(low, high, shape, endpoint=True)).astype(dtype.storage)
+        _begin_with_one(array, trial.is_mask)
     return array
+
+
+def _begin_with_one(array: Array, is_mask: bool) -> None:
+    """A row of a mask has something that is not masked; an axis that may be the batch is left alone."""
+    if is_mask and array.ndim > 1 and array.size:
+        array[..., 0] = 1
 
 
 def _trial_sizes(base: int, ladder: Ladder | None) -> list[tuple[int, int]]:
     """(size, padded to) pairs: the worst waste of the first, a middle and the last but large bucket."""
     if not ladder:
-        return [(1, base), (max(1, base - 1), base)] if base > 1 else [(1, 2)]
+        top = max(base, 2)
+        return list(dict.fromkeys([(1, top), (top - 1, top), (base + 1, 2 * base + 1)]))
     pairs = [(1, ladder[0])] if ladder[0] > 1 else []
     steps = [(low + 1, high) for low, high in itertools.pairwise(ladder) if high > low + 1]
     pairs += [steps[i] for i in sorted({0, len(steps) // 2, len(steps) - 1})] if steps else []

@@ -101,6 +101,7 @@ class TritonServer:
         self._extra_args = tuple(extra_args)
         self._env = dict(env or {})
         self._process: subprocess.Popen[bytes] | None = None
+        self._shm_prefix = f"ortgraph_{os.getpid()}_{id(self):x}_"
 
     @property
     def _reach(self) -> str:
@@ -147,7 +148,11 @@ class TritonServer:
             raise ServerError(f"model repository {self.repository} is not a folder")
         installation = Installation.find()
         self._ports = _choose_ports(self.host, self._ports)
-        with open(self.log_path, "wb") as log:
+        try:
+            log = open(self.log_path, "wb")  # noqa: SIM115  # closed below
+        except OSError as error:
+            raise ServerError(f"the log {self.log_path} cannot be written: {error.strerror}") from error
+        with log:
             self._process = subprocess.Popen(
                 self._command(installation),
                 stdin=subprocess.DEVNULL,
@@ -176,6 +181,7 @@ class TritonServer:
             f"--metrics-address={self.host}",
             f"--metrics-port={metrics}",
             "--exit-on-error=false",
+            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
             f"--exit-timeout-secs={_DRAIN_S}",
             *self._extra_args,
         ]
@@ -258,6 +264,9 @@ class TritonServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        # Memory of stubs that were killed stays otherwise.
+        for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
+            region.unlink(missing_ok=True)
         if self._own_log and process.returncode == 0:
             self.log_path.unlink(missing_ok=True)
 
@@ -274,6 +283,9 @@ class TritonServer:
 def _choose_ports(host: str, wanted: tuple[int, int, int]) -> tuple[int, int, int]:
     """Free ports where 0 was given; a given one must be free."""
     sockets, ports = [], []
+    given = [port for port in wanted if port]
+    if len(set(given)) < len(given):
+        raise ServerError(f"the HTTP, gRPC and metrics ports must differ, got {', '.join(map(str, wanted))}")
     try:
         for name, port in zip(("HTTP", "gRPC", "metrics"), wanted, strict=True):
             held = socket.socket()

@@ -70,8 +70,10 @@ def test_concurrent_requests_of_all_lengths_are_right_and_replayed(server: Trito
     for ids, answer in zip(made, answers, strict=True):
         wanted = session.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})[0]
         np.testing.assert_allclose(answer, wanted, atol=5e-3)
-    page = urllib.request.urlopen(server.metrics_url, timeout=10).read().decode()
-    assert re.search(rf'ortgraph_bucket_hits_total{{bucket="batch=\d,sequence=\d+",model="{model}"', page)
+    hits = re.compile(rf'ortgraph_bucket_hits_total{{bucket="batch=\d,sequence=\d+",model="{model}"')
+    page = ""
+    while not hits.search(page):  # counts are passed on once a second; the test's time-out ends a wait in vain
+        page = urllib.request.urlopen(server.metrics_url, timeout=10).read().decode()
     assert not re.search(rf'ortgraph_eager_runs_total{{model="{model}"', page)
 
 

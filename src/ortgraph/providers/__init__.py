@@ -6,7 +6,7 @@ from ..config import ModelConfig
 from ..errors import ConfigError
 from .base import Provider, Run, Slot
 
-__all__ = ["Provider", "Run", "Slot", "open_provider"]
+__all__ = ["Provider", "Run", "Slot", "open_checked", "open_provider"]
 
 
 def open_provider(config: ModelConfig) -> Provider:
@@ -23,6 +23,17 @@ def open_provider(config: ModelConfig) -> Provider:
         return CudaProvider(config)
     if config.graph_capture == "required":
         raise ConfigError("parameter 'graph_capture' is required, but the CPU captures no graphs; use a GPU or 'auto'")
+    from .cpu import CpuProvider
+
+    return CpuProvider(config)
+
+
+def open_checked(config: ModelConfig) -> Provider:
+    """Load the model where an index outside its table is an error, not a look at foreign memory: on the CPU.
+
+    Raises:
+        ModelError: it cannot run there.
+    """
     from .cpu import CpuProvider
 
     return CpuProvider(config)

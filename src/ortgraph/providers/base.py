@@ -59,12 +59,14 @@ class Provider(Protocol):
     """An execution provider with a loaded model.
 
     `rounding` is how far a replay may lie from an eager run, relative to the largest value, beyond the element type's
-    own tolerance (kernels picked anew, TF32). `is_healthy` turns False when the device context is lost.
+    own tolerance (kernels picked anew, TF32). `checks_indices`: an index outside its table is an error, not a look at
+    foreign memory. `is_healthy` turns False when the device context is lost.
     """
 
     name: str
     can_capture: bool
     is_healthy: bool
+    checks_indices: bool
     rounding: float
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]

@@ -28,6 +28,7 @@ class CpuProvider:
     has_fixed_shapes = False
     can_capture = False
     is_healthy = True
+    checks_indices = True
     rounding = 0.0
 
     def __init__(self, config: ModelConfig) -> None:

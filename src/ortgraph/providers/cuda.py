@@ -61,6 +61,7 @@ class CudaProvider:
     name = "cuda"
     can_capture = True
     is_healthy = True
+    checks_indices = False
     rounding = 1e-2  # TF32 is on by default, and eager and captured runs may pick different cuDNN algorithms
     capture_note = ""
 
