@@ -141,7 +141,7 @@ def test_a_parameter_may_be_plain_text() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
     [
-        ("execution_provider", "tpu", "one of auto, cpu, cuda"),
+        ("execution_provider", "tpu", "one of auto, cpu, cuda, webgpu"),
         ("padding", "On", "one of auto, off"),
         ("graph_capture", "", "one of auto, required, off"),
         ("intra_op_thread_count", "-1", "a whole number from 0 to 1024"),
