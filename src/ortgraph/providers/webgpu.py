@@ -47,6 +47,7 @@ OPTIONS = frozenset(
 )  # fmt: skip
 _NOT_ON_DEVICE = "have not been partitioned"
 _LOST = "device is lost"  # Dawn's words, in every error that follows
+_SHOWN_NODES = 3
 _registration = threading.Lock()
 
 
@@ -145,27 +146,34 @@ class WebGpuProvider:
                     if config.graph_capture == "required":
                         raise
                     self.why_eager = "not_capturable"
-        return self._new_session(is_captured=False)
+        session = self._new_session(is_captured=False)
+        if self._is_specialised:
+            self.capture_note = _blockers(session)
+        return session
 
     def _new_session(self, sizes: Mapping[str, int] | None = None, *, is_captured: bool = True) -> Any:
         options = session_options(self._config)
         options.enable_mem_pattern = False  # memory patterns and capture exclude each other in the plugin
         for name, size in (sizes or {}).items():
             options.add_free_dimension_override_by_name(name, size)
-        settings = {**self._options, "enableGraphCapture": "1" if is_captured else "0"}
+        settings = {**self._options, "enableGraphCapture": "1"}
+        if not is_captured:
+            # Capture turns 64-bit integers on by itself; so the same nodes are on the device here.
+            settings = {"enableInt64": "1", **self._options, "enableGraphCapture": "0"}
+            options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         options.add_provider_for_devices([self._device], settings)
         return open_session(self._config, options, ())
 
     @property
     def remark(self) -> str:
         """What specialised sessions cost."""
-        count = len({id(graph.session) for graph in self._graphs.values()}) if self._is_specialised else 0
-        if not count:
+        count = len(self._graphs) if self._is_specialised else 0
+        if not count and not (self._is_specialised and self._config.captures_on_demand):
             return ""
         size_mb = self._config.model_path.stat().st_size / 1e6
         return (
-            f"{count} buckets have a session of their own, each with its own copy of the weights (up to "
-            f"{count} x {size_mb:.1f} MB), because shape arithmetic keeps the model as it is from being captured"
+            f"every captured bucket has a session of its own with a copy of the weights "
+            f"(now {count} x {size_mb:.1f} MB beside the first), because {self.capture_note}"
         )
 
     @property
@@ -192,7 +200,7 @@ class WebGpuProvider:
         return failed
 
     def _capture_one(self, shapes: Mapping[str, Shape]) -> _Graph:
-        session = self._new_session(self._free_sizes(shapes)) if self._is_specialised else self._session
+        session = self._specialise(shapes) if self._is_specialised else self._session
         zeros = {name: np.zeros(shape, self._dtypes[name].storage) for name, shape in shapes.items()}
         try:
             found = self.run_eager(zeros, self.output_names)
@@ -214,6 +222,14 @@ class WebGpuProvider:
             raise CaptureError(first_line(error)) from error
         graph.addresses = {name: value.data_ptr() for name, value in graph.tensors().items()}
         return graph
+
+    def _specialise(self, shapes: Mapping[str, Shape]) -> Any:
+        try:
+            return self._new_session(self._free_sizes(shapes))
+        except ModelError as error:
+            if _NOT_ON_DEVICE in str(error):
+                raise CaptureError(f"{self.capture_note}, and fixed sizes do not change that") from error
+            raise
 
     def _free_sizes(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
         """The bucket's size of every free dimension, by the name that the model gives it."""
@@ -407,6 +423,18 @@ def _run_options(graph_id: int) -> ort.RunOptions:
     options = ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
     return options
+
+
+def _blockers(session: ort.InferenceSession) -> str:
+    """Which nodes the plugin leaves to the CPU: they are what forbids a capture."""
+    nodes = [
+        f"{node.op_type} '{node.name}'" if node.name else str(node.op_type)
+        for part in session.get_provider_graph_assignment_info()
+        if part.ep_name != EP_NAME
+        for node in part.get_nodes()
+    ]
+    shown = ", ".join(nodes[:_SHOWN_NODES]) + (f" and {len(nodes) - _SHOWN_NODES} more" if nodes[_SHOWN_NODES:] else "")
+    return f"the plugin leaves {shown} to the CPU"
 
 
 def _options(config: ModelConfig) -> dict[str, str]:
