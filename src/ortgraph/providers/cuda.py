@@ -169,17 +169,22 @@ class CudaProvider:
             self._metrics.add("ortgraph_captures_total")
             self._metrics.observe("ortgraph_capture_seconds", time.perf_counter() - start)
         self._metrics.set("ortgraph_live_buckets", len(self._graphs))
-        for _ in range(FIRST_SLOTS if self._graphs and not self._slots else 0):
+        ready = sum(all(slot.fits(graph) for graph in self._graphs.values()) for slot in self._slots)
+        for _ in range(FIRST_SLOTS - ready if self._graphs else 0):
             self._free.append(self._new_slot())
         return failed
 
     def _open_blocks(self, plans: Collection[_Graph]) -> None:
-        """Blocks that hold the largest of these buckets become those of the buckets to come."""
-        sizes = (max(plan.up_bytes for plan in plans), max(max(_end(plan.outputs) for plan in plans), ALIGN_BYTES))
+        """Blocks that hold the largest of these buckets become those of the buckets to come; they never shrink."""
         old = self._blocks
-        # Powers of two, so that a block that comes back fits more than the buckets it was made for.
-        rounded = [1 << (size - 1).bit_length() for size in sizes] if old else sizes
-        inputs, outputs = (self._pool.take(size, partial(driver.DeviceBuffer, size)) for size in rounded)
+        sizes = [max(plan.up_bytes for plan in plans), max(_end(plan.outputs) for plan in plans)]
+        if old is not None:
+            # Powers of two, so that they are not opened anew for every slightly larger bucket.
+            sizes = [
+                1 << (size - 1).bit_length()
+                for size in map(max, sizes, (old.inputs.size_bytes, old.outputs.size_bytes))
+            ]
+        inputs, outputs = (self._pool.take(size, partial(driver.DeviceBuffer, size)) for size in sizes)
         self._blocks = _Blocks(inputs, outputs)
         if old is not None and not old.users:
             self._give_back([old])
