@@ -230,6 +230,29 @@ def test_an_output_that_is_only_copied_is_found_and_runs_eager(tmp_path: Path) -
     engine.close()
 
 
+def test_a_shape_whose_replay_is_not_proven_is_tried_once(tmp_path: Path) -> None:
+    path = saved(models.squeezed(), tmp_path)
+    engine, cpu = load(path, captures_on_demand="2"), load(path, "cpu")
+    for _ in range(3):
+        assert_equal(engine, cpu, [{"x": np.random.default_rng(10).standard_normal((2, 3), np.float32)}])
+    assert counter(engine, "ortgraph_captures_total") == 1
+    assert counter(engine, "ortgraph_live_buckets") == 0
+    assert eager_runs(engine) == {"not_captured": 3}
+    engine.close()
+
+
+def test_a_specialised_session_goes_with_its_bucket(tmp_path: Path) -> None:
+    path = saved(models.reshaped(), tmp_path)
+    engine, cpu = load(path, captures_on_demand="1"), load(path, "cpu")
+    assert "(now 0 x 0.0 MB beside the first)" in engine.remark
+    rng = np.random.default_rng(11)
+    for n in (4, 5, 4):
+        assert_equal(engine, cpu, [{"x": rng.standard_normal((2, n, 3), np.float32)}])
+        assert "(now 1 x 0.0 MB beside the first)" in engine.remark
+    assert eager_runs(engine) == {}
+    engine.close()
+
+
 def test_whole_numbers(tmp_path: Path) -> None:
     path = saved(models.counted(), tmp_path)
     engine = load(path, buckets="batch=2; n=3", graph_capture="required", webgpu__enableInt64="1", padding="off")
