@@ -210,3 +210,16 @@ def test_the_default_ladder_has_no_holes_and_ends_at_the_maximum() -> None:
             bucket = made.fit((rows,))
             assert bucket is not None and rows <= bucket[0] <= largest
         assert made.fit((largest + 1,)) is None
+
+
+def test_sizes_that_no_bucket_may_hold_are_taken_exact() -> None:
+    """Beyond the largest bucket, or between two where padding is not proven; the other dimension is still padded."""
+    made = table(has_fixed_shapes=True, takes_exact=True)
+    assert made.fit((3, 33)) == (4, 33)
+    assert made.fit((3, 9)) == (4, 16)
+    assert made.fit((0, -1)) is None
+    unpadded = table(has_fixed_shapes=True, takes_exact=True, padded=(True, False))
+    assert unpadded.fit((3, 9)) == (4, 9)
+    assert unpadded.fit((3, 16)) == (4, 16)
+    groups = unpadded.group(items((1, 9), (2, 9), (1, 16)))
+    assert sorted((group.sizes, group.bucket) for group in groups) == [((1, 16), (1, 16)), ((4, 9), (4, 9))]

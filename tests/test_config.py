@@ -141,7 +141,7 @@ def test_a_parameter_may_be_plain_text() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
     [
-        ("execution_provider", "tpu", "one of auto, cpu, cuda"),
+        ("execution_provider", "tpu", "one of auto, cpu, cuda, webgpu"),
         ("padding", "On", "one of auto, off"),
         ("graph_capture", "", "one of auto, required, off"),
         ("intra_op_thread_count", "-1", "a whole number from 0 to 1024"),
@@ -170,6 +170,62 @@ def test_a_parameter_may_be_plain_text() -> None:
 def test_a_bad_value_is_refused_with_its_rule(key: str, value: str, rule: str) -> None:
     with refused(ConfigError, f"parameter '{key}' must be {rule}, got '{value}'"):
         with_parameters(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("captures_on_demand", "-1", "a whole number from 0 to 4096"),
+        ("max_captures", "many", "a whole number from 0 to 1000000"),
+        ("buffer_pool_generations", "65", "a whole number from 0 to 64"),
+        ("buffer_pool_generations", "on", "a whole number from 0 to 64"),
+        ("debug", "yes", "1 or 0"),
+    ],
+)
+def test_a_bad_value_of_a_buckets_life_is_refused(key: str, value: str, rule: str) -> None:
+    with refused(ConfigError, f"parameter '{key}' must be {rule}, got '{value}'"):
+        with_parameters(**{key: value})
+
+
+def test_the_life_of_a_bucket_is_configured() -> None:
+    config = with_parameters(
+        execution_provider="webgpu",
+        captures_on_demand="4",
+        max_captures="100",
+        buffer_pool_generations="0",
+        debug="1",
+        webgpu__preferredLayout="NHWC",
+    )
+    assert (config.captures_on_demand, config.max_captures, config.buffer_pool_generations) == (4, 100, 0)
+    assert config.is_debug
+    assert config.webgpu_options == {"preferredLayout": "NHWC"}
+    with refused(
+        ConfigError, "parameter 'captures_on_demand' needs graph capture, but 'graph_capture' is off; remove one"
+    ):
+        with_parameters(captures_on_demand="1", graph_capture="off")
+
+
+def accelerated(name: str, options: dict[str, str] | None = None, **more: Any) -> ModelConfig:
+    accelerators = {"gpu_execution_accelerator": [{"name": name, "parameters": options or {}}]}
+    return parsed(optimization={"execution_accelerators": accelerators}, **more)
+
+
+def test_an_accelerator_names_the_provider_and_its_options() -> None:
+    config = accelerated("webgpu", {"preferredLayout": "NCHW"})
+    assert (config.execution_provider, config.webgpu_options) == ("webgpu", {"preferredLayout": "NCHW"})
+    config = accelerated("cuda", {"gpu_mem_limit": "1"})
+    assert (config.execution_provider, config.provider_options) == ("cuda", {"gpu_mem_limit": "1"})
+    with refused(ConfigError, "unknown gpu_execution_accelerator 'tensorrt'; known: cuda, webgpu"):
+        accelerated("tensorrt")
+    with refused(
+        ConfigError, "unknown parameter 'gpu_mem_limits' of accelerator 'cuda'; did you mean 'gpu_mem_limit'?"
+    ):
+        accelerated("cuda", {"gpu_mem_limits": "1"})
+    with refused(
+        ConfigError,
+        "gpu_execution_accelerator 'webgpu' does not go with execution_provider 'cpu'; remove one of them",
+    ):
+        accelerated("webgpu", parameters={"execution_provider": "cpu"})
 
 
 def test_too_many_bucket_sizes_are_refused() -> None:

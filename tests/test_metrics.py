@@ -84,7 +84,7 @@ def test_every_series_has_a_description_and_a_conventional_name() -> None:
     for name, _ in metrics.values():
         assert describe(name) in DESCRIPTIONS.values()
     for name in DESCRIPTIONS:
-        assert name.startswith("ortgraph_") and name.endswith(("_total", "_seconds", "_rows", "_requests"))
+        assert name.startswith("ortgraph_") and name.endswith(("_total", "_seconds", "_rows", "_requests", "_buckets"))
     assert describe("ortgraph_run_seconds_bucket") == DESCRIPTIONS["ortgraph_run_seconds"]
     assert describe("ortgraph_real_elements_total") == DESCRIPTIONS["ortgraph_real_elements_total"]
     with pytest.raises(KeyError):

@@ -25,6 +25,7 @@ from ortgraph import Engine, ModelConfig
 from ortgraph.batch import Request
 from ortgraph.dtypes import DType
 from ortgraph.errors import CancelledRequest, InvalidRequest, RequestError, UnsupportedRequest
+from ortgraph.metrics import Metrics
 from ortgraph.providers.base import Array, Run, Slot
 from ortgraph.providers.cpu import CpuProvider, CpuSlot
 from ortgraph.signature import Shape, Sizes
@@ -59,8 +60,8 @@ class PoisonedSlot(CpuSlot):
 class TightProvider(CpuProvider):
     """The CPU with poisoned slots and a record of its runs."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, metrics: Metrics | None = None) -> None:
+        super().__init__(config, metrics)
         self.runs: list[tuple[Sizes | None, dict[str, Shape]]] = []
 
     def slot(self, bucket: Sizes | None) -> Slot:

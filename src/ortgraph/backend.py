@@ -20,7 +20,7 @@ from .config import ModelConfig, parse
 from .dtypes import DType
 from .engine import Answer, Engine
 from .errors import InvalidRequest, LoadError, RequestError, UnsupportedRequest, first_line
-from .metrics import Labels, MetricsThread, describe
+from .metrics import GAUGES, Labels, MetricsThread, describe
 from .pipeline import Pipeline
 from .providers import open_provider
 from .providers.base import Array, HostArrays
@@ -242,6 +242,7 @@ def _loaded_line(args: dict[str, str], engine: Engine, load_s: float) -> str:
         f"{args['model_name']} version {args['model_version']} on {engine.provider_name}, loaded and checked in "
         f"{load_s:.1f} s; buckets: {buckets or 'none'}; padded: {', '.join(padded) or 'nothing'}; "
         f"intra-op threads: {engine.config.intra_op_thread_count or 'one a core'}"
+        + (f"; {engine.remark}" if engine.remark else "")
     )
 
 
@@ -254,13 +255,12 @@ class _TritonMetrics:
         self._metrics: dict[tuple[str, Labels], Any] = {}
 
     def add(self, name: str, labels: Labels, value: float) -> None:
-        """Add to the counter on Triton's endpoint."""
+        """Add to the counter or gauge on Triton's endpoint."""
         metric = self._metrics.get((name, labels))
         if metric is None:
             family = self._families.get(name)
             if family is None:
-                family = self._families[name] = pb_utils.MetricFamily(
-                    name=name, description=describe(name), kind=pb_utils.MetricFamily.COUNTER
-                )
+                kind = pb_utils.MetricFamily.GAUGE if name in GAUGES else pb_utils.MetricFamily.COUNTER
+                family = self._families[name] = pb_utils.MetricFamily(name=name, description=describe(name), kind=kind)
             metric = self._metrics[name, labels] = family.Metric(labels={**self._labels, **dict(labels)})
         metric.increment(value)

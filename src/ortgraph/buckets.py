@@ -52,6 +52,7 @@ class BucketTable:
         padded: for each dimension whether a smaller size may be padded to a larger one (proven, see preflight.py).
         batch_dim: the dimension along which requests are joined, or None when they are never joined.
         max_rows: the most rows in one group.
+        takes_exact: a size that no bucket size of its dimension may hold makes an exact bucket of its own.
         has_fixed_shapes: a run has exactly its bucket's sizes (captured graphs), not the tight ones.
         cost: the estimated time of a run at given sizes, in any unit; decides whether two groups beat one padded one.
     """
@@ -62,12 +63,14 @@ class BucketTable:
     max_rows: int
     has_fixed_shapes: bool
     cost: Cost
+    takes_exact: bool = False
     _plans: dict[tuple[int, Sizes], tuple[float, tuple[int, ...]]] = field(default_factory=dict, repr=False)
 
     def fit(self, sizes: Sizes) -> Sizes | None:
         """The smallest bucket that holds these sizes; None when there is none.
 
-        A dimension without a ladder takes its exact size. One that may not be padded must meet a bucket size exactly.
+        A dimension without a ladder takes its exact size. One that may not be padded must meet a bucket size exactly,
+        unless the table takes exact sizes too.
         """
         fitted = []
         for size, ladder, is_padded in zip(sizes, self.ladders, self.padded, strict=True):
@@ -76,7 +79,10 @@ class BucketTable:
                 continue
             place = bisect.bisect_left(ladder, size)
             if place == len(ladder) or size < 0 or (ladder[place] != size and not is_padded):
-                return None
+                if not self.takes_exact or size < 1:
+                    return None
+                fitted.append(size)
+                continue
             fitted.append(ladder[place])
         return tuple(fitted)
 

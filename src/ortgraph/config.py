@@ -54,6 +54,10 @@ class ModelConfig:
     value_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     padding: str = "auto"
     graph_capture: str = "auto"
+    captures_on_demand: int = 0
+    max_captures: int = 512
+    buffer_pool_generations: int = 1
+    is_debug: bool = False
     busy_wait_events: bool = False
     response_mode: str = "batch"
     batches_in_flight: int = 2
@@ -66,6 +70,7 @@ class ModelConfig:
     notes: tuple[str, ...] = ()
     session_config: Mapping[str, str] = field(default_factory=dict)
     provider_options: Mapping[str, str] = field(default_factory=dict)
+    webgpu_options: Mapping[str, str] = field(default_factory=dict)
 
 
 def _choice(*allowed: str) -> Callable[[str], str]:
@@ -146,13 +151,17 @@ def _ranges(value: str) -> dict[str, tuple[float, float]]:
 
 # key in `parameters` -> (field of ModelConfig, parser)
 _PARAMETERS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "execution_provider": ("execution_provider", _choice("auto", "cpu", "cuda")),
+    "execution_provider": ("execution_provider", _choice("auto", "cpu", "cuda", "webgpu")),
     "buckets": ("buckets", parse_buckets),
     "pad_values": ("pad_values", _numbers),
     "default_values": ("default_values", _numbers),
     "value_ranges": ("value_ranges", _ranges),
     "padding": ("padding", _choice("auto", "off")),
     "graph_capture": ("graph_capture", _choice("auto", "required", "off")),
+    "captures_on_demand": ("captures_on_demand", _integer(0, 4096)),
+    "max_captures": ("max_captures", _integer(0, 1_000_000)),
+    "buffer_pool_generations": ("buffer_pool_generations", _integer(0, 64)),
+    "debug": ("is_debug", _flag),
     "response_mode": ("response_mode", _choice("batch", "sender")),
     "batches_in_flight": ("batches_in_flight", _integer(1, 8)),
     "intra_op_thread_count": ("intra_op_thread_count", _integer(0, 1024)),
@@ -164,19 +173,24 @@ _PARAMETERS: dict[str, tuple[str, Callable[[str], Any]]] = {
 }
 # The onnxruntime backend's CUDA settings: kept for a provider that has them, checked by ONNX Runtime itself.
 _PROVIDER_OPTIONS = frozenset({"cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy"})
+# The WebGPU provider's own options are written `webgpu.NAME`, or as an execution accelerator's parameters.
+_WEBGPU_PREFIX = "webgpu."
+_ACCELERATORS = ("cuda", "webgpu")
 # Read by Triton's Python backend before this package sees the model.
 _TRITON_PARAMETERS = frozenset({"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"})
 _SESSION_PREFIXES = ("session.", "ep.", "optimization.", "mlas.")
 
 
 def _parse_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {"session_config": {}, "provider_options": {}}
+    fields: dict[str, Any] = {"session_config": {}, "provider_options": {}, "webgpu_options": {}}
     for key, entry in parameters.items():
         value = str(entry.get("string_value", "") if isinstance(entry, Mapping) else entry).strip()
         if key.startswith(_SESSION_PREFIXES):
             fields["session_config"][key] = value
         elif key in _PROVIDER_OPTIONS:
             fields["provider_options"][key] = value
+        elif key.startswith(_WEBGPU_PREFIX):
+            fields["webgpu_options"][key.removeprefix(_WEBGPU_PREFIX)] = value
         elif key in _PARAMETERS:
             name, parse = _PARAMETERS[key]
             try:
@@ -186,6 +200,30 @@ def _parse_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
         elif key not in _TRITON_PARAMETERS:
             raise ConfigError(f"unknown parameter '{key}'{nearest(key, (*_PARAMETERS, *_PROVIDER_OPTIONS))}")
     return fields
+
+
+def _parse_accelerators(optimization: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    """`optimization.execution_accelerators.gpu_execution_accelerator`: the provider and its options."""
+    for entry in (optimization.get("execution_accelerators") or {}).get("gpu_execution_accelerator", ()):
+        name = str(entry.get("name", ""))
+        if name not in _ACCELERATORS:
+            raise ConfigError(f"unknown gpu_execution_accelerator '{name}'{nearest(name, _ACCELERATORS)}")
+        if fields.get("execution_provider", "auto") not in ("auto", name):
+            raise ConfigError(
+                f"gpu_execution_accelerator '{name}' does not go with execution_provider "
+                f"'{fields['execution_provider']}'; remove one of them"
+            )
+        fields["execution_provider"] = name
+        options = fields["webgpu_options" if name == "webgpu" else "provider_options"]
+        for key, value in (entry.get("parameters") or {}).items():
+            if name == "cuda" and key not in _PROVIDER_OPTIONS:
+                raise ConfigError(f"unknown parameter '{key}' of accelerator 'cuda'{nearest(key, _PROVIDER_OPTIONS)}")
+            options[key] = str(value).strip()
+
+
+def _check_capture(fields: Mapping[str, Any]) -> None:
+    if fields.get("graph_capture") == "off" and fields.get("captures_on_demand"):
+        raise ConfigError("parameter 'captures_on_demand' needs graph capture, but 'graph_capture' is off; remove one")
 
 
 def _parse_tensor(kind: str, entry: Mapping[str, Any], is_batched: bool) -> TensorConfig:
@@ -246,6 +284,9 @@ def parse(
     cuda = optimization.get("cuda") or {}
     max_batch_size = int(raw.get("max_batch_size", 0))
     batching = raw.get("dynamic_batching") or {}
+    fields = _parse_parameters(raw.get("parameters", {}))
+    _parse_accelerators(optimization, fields)
+    _check_capture(fields)
     return ModelConfig(
         name=str(raw.get("name", model_path.parent.parent.name)),
         version=version,
@@ -258,5 +299,5 @@ def parse(
         notes=tuple(_notes(batching)),
         busy_wait_events=bool(cuda.get("busy_wait_events")),
         **instance,
-        **_parse_parameters(raw.get("parameters", {})),
+        **fields,
     )

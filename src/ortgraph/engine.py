@@ -20,7 +20,7 @@ from .buckets import BucketTable, Group, Item, Ladder, default_batch_ladder
 from .config import ModelConfig
 from .dtypes import as_storage
 from .errors import InvalidRequest, ModelError, RequestError, RunError
-from .graph import capture_buckets, replay_cost
+from .graph import OnDemand, capture_buckets, replay_cost
 from .metrics import Key, Metrics
 from .preflight import Findings, Preflight, RunExact
 from .providers import Provider, Run, Slot, open_checked, open_provider
@@ -78,12 +78,22 @@ class Batch:
 class Engine:
     """One loaded model instance. All calls come from one thread."""
 
-    def __init__(self, config: ModelConfig, provider: Provider, signature: Signature, findings: Findings) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        provider: Provider,
+        signature: Signature,
+        findings: Findings,
+        metrics: Metrics,
+        on_demand: OnDemand | None,
+    ) -> None:
         """Use `Engine.load`; this takes the parts it made."""
         self.config = config
         self.signature = signature
         self.findings = findings
-        self.metrics = Metrics()
+        self.metrics = metrics
+        self._on_demand = on_demand
+        self._required = frozenset(spec.name for spec in signature.inputs if spec.is_required)
         self._provider = provider
         self._outputs = tuple(spec.name for spec in signature.outputs)
         self._checker = _checker(config, signature)
@@ -96,7 +106,8 @@ class Engine:
             padded=tuple(findings.padded),
             batch_dim=signature.index(BATCH) if signature.is_batched and findings.can_join else None,
             max_rows=max(config.max_batch_size, 1),
-            has_fixed_shapes=provider.has_fixed_shapes,
+            has_fixed_shapes=self.is_asynchronous,
+            takes_exact=on_demand is not None,
             cost=findings.cost,
         )
 
@@ -110,7 +121,8 @@ class Engine:
         Raises:
             LoadError: the model cannot be served; one line says what to change.
         """
-        provider = open_provider(config)
+        metrics = Metrics()
+        provider = open_provider(config, metrics)
         try:
             if provider.not_tensors and not allow_values:
                 raise ModelError(f"{provider.not_tensors[0]}; only tensors of known element types can be served")
@@ -120,10 +132,10 @@ class Engine:
             signature = signatures.build(
                 provider.inputs, outputs, is_batched=config.max_batch_size > 0, addressed=config.buckets
             )
-            findings = Findings([False] * len(signature.dims), can_join=False)
+            findings, on_demand = Findings([False] * len(signature.dims), can_join=False), None
             if not provider.not_tensors:
-                findings = _examine(config, provider, signature)
-            return cls(config, provider, signature, findings)
+                findings, on_demand = _examine(config, provider, signature)
+            return cls(config, provider, signature, findings, metrics, on_demand)
         except BaseException:
             provider.close()
             raise
@@ -136,7 +148,12 @@ class Engine:
     @property
     def is_asynchronous(self) -> bool:
         """Whether a started batch goes on while the next one is prepared, from memory of its own."""
-        return self._provider.has_fixed_shapes
+        return self._provider.has_fixed_shapes or self._on_demand is not None
+
+    @property
+    def remark(self) -> str:
+        """What else the line of a loaded model should say: a clause, or nothing."""
+        return self._provider.remark
 
     @property
     def provider_name(self) -> str:
@@ -232,6 +249,8 @@ class Engine:
 
     def _launch(self, group: Group, requests: Sequence[Request], *, check_values: bool = False) -> Flight | None:
         """Stage and start a group; None when values are checked and one is out of its range."""
+        if self._on_demand is not None and group.bucket is not None and group.items[0].key == self._required:
+            self._on_demand.admit(group.bucket)
         start = time.perf_counter()
         slot = self._provider.slot(group.bucket)
         arrays = stage(slot, group, requests, self.signature, self._checker.fills)
@@ -336,9 +355,12 @@ class Engine:
         )
 
     def bucket_name(self, bucket: Sizes) -> str:
-        """`batch=8,sequence=64`; a dimension without a ladder is left out, a model without any is `fixed`."""
+        """`batch=8,sequence=64`; a dimension without a ladder is left out, a model without any is `exact`.
+
+        An exact size beside a ladder is `other`, so that a metric has no label for every size there is.
+        """
         parts = [
-            f"{dim.name}={size}"
+            f"{dim.name}={size if size in ladder else 'other'}"
             for dim, size, ladder in zip(self.signature.dims, bucket, self.table.ladders, strict=True)
             if ladder is not None
         ]
@@ -379,8 +401,11 @@ def _run_exact(provider: Provider, signature: Signature, inputs: dict[str, Array
         provider.give_back(slot)
 
 
-def _examine(config: ModelConfig, provider: Provider, signature: Signature) -> Findings:
-    """Run the preflight: dimensions with buckets or with allow_ragged_batch are candidates for padding."""
+def _examine(config: ModelConfig, provider: Provider, signature: Signature) -> tuple[Findings, OnDemand | None]:
+    """Run the preflight: dimensions with buckets or with allow_ragged_batch are candidates for padding.
+
+    Then capture what is declared; what is captured later, where that is asked for, is proven with the same preflight.
+    """
     ragged = {tensor.name for tensor in config.inputs if tensor.is_ragged}
     ladders = _ladders(config, signature, has_default=False)
     candidates = [
@@ -417,7 +442,10 @@ def _examine(config: ModelConfig, provider: Provider, signature: Signature) -> F
     if provider.can_capture and config.graph_capture != "off":
         ladders = _ladders(config, signature, has_default=True)
         is_required = config.graph_capture == "required"
-        captured = capture_buckets(provider, signature, ladders, preflight, is_required=is_required)
+        limit = config.captures_on_demand
+        captured = capture_buckets(provider, signature, ladders, preflight, is_required=is_required, on_demand=limit)
         findings.notes += captured.notes
         findings.cost = replay_cost(captured.seconds, findings.cost)
-    return findings
+        if limit and not provider.why_eager:
+            return findings, OnDemand(provider, signature, preflight, limit)
+    return findings, None

@@ -1,9 +1,13 @@
-"""Captured graphs before a model is ready: capture every declared bucket, prove its answers, measure its time."""
+"""The life of a bucket: captured before the model is ready or on demand, proven against an eager run, retired.
+
+Nothing else asks a provider to capture, so that without `captures_on_demand` nothing is captured after ready.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,6 +36,7 @@ def capture_buckets(
     preflight: Preflight,
     *,
     is_required: bool,
+    on_demand: int = 0,
 ) -> Captured:
     """Capture the product of the ladders and check each bucket's replay against an eager run on random inputs.
 
@@ -42,7 +47,7 @@ def capture_buckets(
     sizes = [ladder or () for ladder in ladders]
     without = [dim.name for dim, ladder in zip(signature.dims, ladders, strict=True) if not ladder]
     buckets = list(itertools.product(*sizes)) if not without else []
-    if without:
+    if without and not on_demand:
         notes.append(f"nothing is captured: dimension '{without[0]}' has no sizes in buckets")
     if len(buckets) > MAX_BUCKETS:
         raise CaptureError(f"buckets make {len(buckets)} graphs, more than {MAX_BUCKETS}; give fewer sizes")
@@ -55,7 +60,7 @@ def capture_buckets(
                 seconds[bucket] = _prove(provider, signature, bucket, preflight)
             except OrtgraphError as error:
                 failed[bucket] = str(error)
-                provider.drop(bucket)
+                provider.retire([bucket])
     reasons = dict.fromkeys(failed.values())
     for reason in reasons:
         names = [bucket for bucket, why in failed.items() if why == reason]
@@ -65,8 +70,54 @@ def capture_buckets(
     return Captured(seconds, notes)
 
 
-def _prove(provider: Provider, signature: Signature, bucket: Sizes, preflight: Preflight) -> float:
-    """Compare the bucket's replay with an eager run on random inputs; the best seconds of a few replays."""
+class OnDemand:
+    """Captures exact shapes as they are seen, at most `limit` at a time: the least recently used one is retired.
+
+    All calls come from the thread that launches. A shape that cannot be captured, or whose replay is not proven,
+    runs eager and is not tried again.
+    """
+
+    def __init__(self, provider: Provider, signature: Signature, preflight: Preflight, limit: int) -> None:
+        self._provider = provider
+        self._signature = signature
+        self._preflight = preflight
+        self._limit = limit
+        self._live: OrderedDict[Sizes, None] = OrderedDict()
+        self._refused: OrderedDict[Sizes, str] = OrderedDict()
+
+    def admit(self, bucket: Sizes) -> None:
+        """Have a graph for this bucket, if it can be: what was declared is there, what was retired comes back."""
+        if bucket in self._live:
+            self._live.move_to_end(bucket)
+            return
+        if not self._provider.eager_reason(bucket) or bucket in self._refused or min(bucket, default=1) < 1:
+            return
+        if len(self._live) >= self._limit:
+            self._provider.retire([self._live.popitem(last=False)[0]])
+        reason = self._capture(bucket)
+        if not reason:
+            self._live[bucket] = None
+            return
+        self._refused[bucket] = reason
+        if len(self._refused) > MAX_BUCKETS:
+            self._refused.popitem(last=False)
+
+    def _capture(self, bucket: Sizes) -> str:
+        shapes = {s.name: self._signature.shape(s, bucket) for s in self._signature.inputs if s.is_required}
+        reason = self._provider.capture({bucket: shapes}).get(bucket, "")
+        if not reason:
+            try:
+                _prove(self._provider, self._signature, bucket, self._preflight, replays=0)
+            except OrtgraphError as error:
+                self._provider.retire([bucket])
+                reason = str(error)
+        return reason
+
+
+def _prove(
+    provider: Provider, signature: Signature, bucket: Sizes, preflight: Preflight, replays: int = _TIMED_REPLAYS
+) -> float:
+    """Compare the bucket's replay with an eager run on random inputs; the best seconds of so many replays more."""
     inputs = preflight.random_inputs(bucket)
     eager = preflight.run_exact(inputs)
     replayed = _replay(provider, signature, bucket, inputs)
@@ -76,7 +127,7 @@ def _prove(provider: Provider, signature: Signature, bucket: Sizes, preflight: P
             raise CaptureError(f"output '{spec.name}' of a replay differs by {error:.1e} from an eager run")
     del replayed
     best = float("inf")
-    for _ in range(_TIMED_REPLAYS):
+    for _ in range(replays):
         start = time.perf_counter()
         _replay(provider, signature, bucket, inputs)
         best = min(best, time.perf_counter() - start)

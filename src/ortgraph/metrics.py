@@ -27,6 +27,11 @@ DESCRIPTIONS: Mapping[str, str] = {
     "ortgraph_group_requests": "Requests of a group",
     "ortgraph_staging_seconds": "Time to copy a group's inputs in",
     "ortgraph_run_seconds": "Time from the start of a group's run to its outputs",
+    "ortgraph_captures_total": "Graphs captured, before and after the model was ready",
+    "ortgraph_capture_seconds": "Time to capture one bucket's graph, its first run included",
+    "ortgraph_live_buckets": "Buckets that can be replayed now",
+    "ortgraph_pool_hits_total": "Device buffers of a new bucket that a retired one had given back",
+    "ortgraph_pool_misses_total": "Device buffers of a new bucket that were allocated",
 }
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _COUNTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
@@ -35,7 +40,9 @@ _BOUNDS: Mapping[str, tuple[float, ...]] = {
     "ortgraph_group_requests": _COUNTS,
     "ortgraph_staging_seconds": _SECONDS,
     "ortgraph_run_seconds": _SECONDS,
+    "ortgraph_capture_seconds": _SECONDS,
 }
+GAUGES = frozenset({"ortgraph_live_buckets"})
 
 
 @dataclass
@@ -58,6 +65,11 @@ class Metrics:
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
         """Add to a counter."""
         self.record((((name, tuple(labels.items())), value),), ())
+
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge."""
+        with self._lock:
+            self._counters[name, ()] = value
 
     def observe(self, name: str, value: float) -> None:
         """Count one observation of a histogram."""
@@ -88,10 +100,10 @@ class Metrics:
         return found
 
     def pass_on(self, sink: Sink) -> None:
-        """Give `sink` what each series has grown by since the last call."""
+        """Give `sink` what each series has changed by since the last call; only gauges shrink."""
         for (name, labels), value in self.values().items():
             grown = value - self._passed_on.get((name, labels), 0.0)
-            if grown > 0:
+            if grown:
                 self._passed_on[name, labels] = value
                 sink(name, labels, grown)
 

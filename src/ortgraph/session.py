@@ -59,7 +59,7 @@ def session_options(config: ModelConfig) -> ort.SessionOptions:
 
 
 def open_session(config: ModelConfig, options: ort.SessionOptions, providers: Sequence[Any]) -> ort.InferenceSession:
-    """Load the model file.
+    """Load the model file; without `providers` on those that `options` names.
 
     Raises:
         ModelError: the file is missing or ONNX Runtime cannot load it; the message says why in one line.
@@ -68,7 +68,8 @@ def open_session(config: ModelConfig, options: ort.SessionOptions, providers: Se
     if not path.is_file():
         raise ModelError(f"{path.name} is missing in {path.parent}; put the ONNX model there")
     try:
-        return ort.InferenceSession(str(path), options, providers=list(providers))
+        # Without the fallback: it would serve on the CPU what was meant for a GPU, and say so only on stdout.
+        return ort.InferenceSession(str(path), options, providers=list(providers) or None, enable_fallback=0)
     except Exception as error:
         reason = first_line(error)
         hint = next((hint for sign, hint in _HINTS if sign in str(error)), "")

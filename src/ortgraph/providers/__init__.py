@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..errors import ConfigError
+from ..metrics import Metrics
 from .base import Provider, Run, Slot
 
 __all__ = ["Provider", "Run", "Slot", "open_checked", "open_provider"]
 
 
-def open_provider(config: ModelConfig) -> Provider:
-    """Load the model on the provider its config asks for.
+def open_provider(config: ModelConfig, metrics: Metrics | None = None) -> Provider:
+    """Load the model on the provider its config asks for; captures and buffers are counted in `metrics`.
 
     Raises:
         ConfigError: a setting is refused by ONNX Runtime.
@@ -20,12 +21,16 @@ def open_provider(config: ModelConfig) -> Provider:
     if name == "cuda" or (name == "auto" and config.instance_kind == "GPU"):
         from .cuda import CudaProvider
 
-        return CudaProvider(config)
+        return CudaProvider(config, metrics)
+    if name == "webgpu":
+        from .webgpu import WebGpuProvider
+
+        return WebGpuProvider(config, metrics)
     if config.graph_capture == "required":
         raise ConfigError("parameter 'graph_capture' is required, but the CPU captures no graphs; use a GPU or 'auto'")
     from .cpu import CpuProvider
 
-    return CpuProvider(config)
+    return CpuProvider(config, metrics)
 
 
 def open_checked(config: ModelConfig) -> Provider:

@@ -14,7 +14,7 @@ waited for; between `launch` and `wait` the host is free, which is how a provide
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,6 +58,7 @@ class Slot(Protocol):
 class Provider(Protocol):
     """An execution provider with a loaded model.
 
+    `why_eager` is the reason, one word, why no bucket can ever be captured; empty where one may be.
     `rounding` is how far a replay may lie from an eager run, relative to the largest value, beyond the element type's
     own tolerance (kernels picked anew, TF32). `checks_indices`: an index outside its table is an error, not a look at
     foreign memory. `is_healthy` turns False when the device context is lost.
@@ -68,20 +69,29 @@ class Provider(Protocol):
     is_healthy: bool
     checks_indices: bool
     rounding: float
+    why_eager: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     not_tensors: tuple[str, ...]
     output_names: tuple[str, ...]
 
     @property
+    def remark(self) -> str:
+        """What the line of a loaded model should say of it: a clause, or nothing."""
+
+    @property
     def has_fixed_shapes(self) -> bool:
         """Whether there are captured graphs, so that a group runs at its bucket's sizes."""
 
     def capture(self, buckets: Mapping[Sizes, Mapping[str, Shape]]) -> dict[Sizes, str]:
-        """Capture a graph for each bucket (its input shapes by name); the reason for each that could not be."""
+        """Capture a graph for each bucket (its input shapes by name); the reason for each that could not be.
 
-    def drop(self, bucket: Sizes) -> None:
-        """Never replay this bucket again."""
+        Called before the model is ready, and after that only for what `captures_on_demand` asks. Each capture is
+        counted and timed in the metrics.
+        """
+
+    def retire(self, buckets: Collection[Sizes]) -> None:
+        """Never replay these buckets again; when their last run is read, their memory goes to the pool together."""
 
     def eager_reason(self, bucket: Sizes | None) -> str:
         """Why a run in this bucket is eager, one word for the metrics; empty when it is a replay."""

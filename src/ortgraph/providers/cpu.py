@@ -6,19 +6,18 @@ session's own intra-op threads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-
-import numpy as np
 
 from ..config import ModelConfig
 from ..dtypes import DType
 from ..errors import RunError, first_line
+from ..metrics import Metrics
 from ..session import open_session, session_options, specs
 from ..signature import Shape, Sizes
 from .base import Array, HostArrays, Run, Slot
-from .host import run_on_host
+from .host import HostBuffers, run_on_host
 
 
 class CpuProvider:
@@ -30,8 +29,10 @@ class CpuProvider:
     is_healthy = True
     checks_indices = True
     rounding = 0.0
+    why_eager = "provider_cpu"
+    remark = ""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, metrics: Metrics | None = None) -> None:
         self._session = open_session(config, session_options(config), ["CPUExecutionProvider"])
         self.inputs, self.outputs, self.not_tensors = specs(self._session)
         self.output_names = tuple(node.name for node in self._session.get_outputs())
@@ -44,12 +45,12 @@ class CpuProvider:
         """Nothing is captured on the CPU."""
         return dict.fromkeys(buckets, "the CPU captures no graphs")
 
-    def drop(self, bucket: Sizes) -> None:
-        """There is nothing to drop."""
+    def retire(self, buckets: Collection[Sizes]) -> None:
+        """There is nothing to retire."""
 
     def eager_reason(self, bucket: Sizes | None) -> str:
         """Every run is eager."""
-        return "provider_cpu"
+        return self.why_eager
 
     def slot(self, bucket: Sizes | None) -> Slot:
         """Any slot fits any bucket: host buffers grow to the largest run they have seen."""
@@ -90,19 +91,12 @@ class CpuSlot:
 
     def __init__(self, provider: CpuProvider) -> None:
         self._provider = provider
-        self._buffers: dict[str, Array] = {}
+        self._buffers = HostBuffers()
         self.values: dict[str, Array] = {}
 
     def stage(self, name: str, dtype: DType, shape: Shape) -> Array:
         """A view on the input's buffer, which grows when it is too small."""
-        if dtype.is_string:
-            view = np.empty(shape, np.object_)
-        else:
-            size_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.storage.itemsize
-            buffer = self._buffers.get(name)
-            if buffer is None or buffer.nbytes < size_bytes:
-                buffer = self._buffers[name] = np.empty(max(size_bytes, 64), np.uint8)
-            view = buffer[:size_bytes].view(dtype.storage).reshape(shape)
+        view = self._buffers.view(name, dtype, shape)
         self.values[name] = view
         return view
 

@@ -2,19 +2,23 @@
 
 Memory. The buckets of a session share one device block for inputs and one for outputs: on one stream the next copy up
 cannot overtake the replay before it, so the addresses may be the same, and many buckets cost little more than the
-largest. What differs between runs in flight is the host side: a slot is a pinned block for inputs, one for outputs and
-an event. A bucket's inputs lie behind each other, so that one copy takes them up.
+largest. A bucket captured later that is too large for them opens larger ones; the old ones go to the pool with the last
+bucket that was captured on them. What differs between runs in flight is the host side: a slot is a pinned block for
+inputs, one for outputs and an event. A bucket's inputs lie behind each other, so that one copy takes them up.
 
 Graphs. Each bucket has its own `gpu_graph_id`, never used again (ONNX Runtime cannot release a captured graph on CUDA,
-and would replay the old one). Capture and replay are on the thread that made the provider.
+and would replay the old one). So the captures of a session are counted, and beyond `max_captures` buckets run eager.
+Capture and replay are on the thread that made the provider.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +27,8 @@ import onnxruntime as ort
 from ..config import ModelConfig
 from ..dtypes import DType
 from ..errors import CaptureError, ModelError, RunError, first_line
+from ..metrics import Metrics
+from ..pool import BufferPool
 from ..session import open_session, session_options, specs
 from ..signature import Shape, Sizes
 from . import driver
@@ -43,13 +49,28 @@ class _Place:
     size_bytes: int
 
 
-@dataclass
+@dataclass(eq=False)
+class _Blocks:
+    """Device memory that buckets share, and how many of them."""
+
+    inputs: driver.DeviceBuffer
+    outputs: driver.DeviceBuffer
+    users: int = 0
+
+    def fit(self, plan: _Graph) -> bool:
+        """Whether a bucket's tensors fit in."""
+        return plan.up_bytes <= self.inputs.size_bytes and _end(plan.outputs) <= self.outputs.size_bytes
+
+
+@dataclass(eq=False)
 class _Graph:
     """A captured bucket."""
 
     inputs: dict[str, _Place]
     outputs: dict[str, _Place]
     up_bytes: int
+    blocks: _Blocks | None = None
+    graph_id: int = 0
     binding: Any = None
     options: Any = None
     names: frozenset[str] = field(default_factory=frozenset)
@@ -64,11 +85,15 @@ class CudaProvider:
     checks_indices = False
     rounding = 1e-2  # TF32 is on by default, and eager and captured runs may pick different cuDNN algorithms
     capture_note = ""
+    remark = ""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, metrics: Metrics | None = None) -> None:
         """Raises ModelError where there is no GPU, ConfigError or ModelError where ONNX Runtime refuses the model."""
         driver.use_device(config.device_id)
         self._device_id = config.device_id
+        self._metrics = metrics or Metrics()
+        self._max_captures = config.max_captures
+        self._is_debug = config.is_debug
         self.is_busy_wait = config.busy_wait_events
         self.stream = driver.Stream()
         self.why_eager = "graph_capture_off" if config.graph_capture == "off" else ""
@@ -82,8 +107,10 @@ class CudaProvider:
         self._next_graph_id = 1
         self._session_lock = threading.Lock()  # a failed group is run again by whichever thread finishes it
         self._graphs: dict[Sizes, _Graph] = {}
-        self._device_in: driver.DeviceBuffer | None = None
-        self._device_out: driver.DeviceBuffer | None = None
+        self._blocks: _Blocks | None = None
+        self._pool: BufferPool[driver.DeviceBuffer] = BufferPool(
+            config.buffer_pool_generations, self._metrics, lambda buffer: buffer.close()
+        )
         self._free: list[CudaSlot] = []
         self._slots: list[CudaSlot] = []
 
@@ -117,6 +144,8 @@ class CudaProvider:
         if self.why_eager or not buckets:
             return dict.fromkeys(buckets, self.capture_note or self.why_eager)
         failed: dict[Sizes, str] = {}
+        # Capture mode is global: nothing may be in flight.
+        self.stream.synchronize()
         order = sorted(buckets, key=lambda bucket: -float(np.prod(np.asarray(bucket, np.float64))))
         plans: dict[Sizes, _Graph] = {}
         for bucket in order:
@@ -124,18 +153,47 @@ class CudaProvider:
                 plans[bucket] = self._plan(buckets[bucket])
             except CaptureError as error:
                 failed[bucket] = str(error)
-        if plans:
-            self._device_in = driver.DeviceBuffer(max(plan.up_bytes for plan in plans.values()))
-            self._device_out = driver.DeviceBuffer(max(_end(plan.outputs) for plan in plans.values()))
-        for bucket, plan in plans.items():
+        if plans and not all(self._blocks is not None and self._blocks.fit(plan) for plan in plans.values()):
             try:
-                self._capture_one(plan)
+                self._open_blocks(plans.values())
+            except driver.CudaError as error:
+                return failed | dict.fromkeys(plans, str(error))
+        for bucket, plan in plans.items():
+            start = time.perf_counter()
+            try:
+                with self._session_lock:
+                    self._capture_one(plan)
                 self._graphs[bucket] = plan
             except CaptureError as error:
                 failed[bucket] = str(error)
-        for _ in range(FIRST_SLOTS if self._graphs else 0):
+                continue
+            self._metrics.add("ortgraph_captures_total")
+            self._metrics.observe("ortgraph_capture_seconds", time.perf_counter() - start)
+        self._metrics.set("ortgraph_live_buckets", len(self._graphs))
+        ready = sum(all(slot.fits(graph) for graph in self._graphs.values()) for slot in self._slots)
+        for _ in range(FIRST_SLOTS - ready if self._graphs else 0):
             self._free.append(self._new_slot())
         return failed
+
+    def _open_blocks(self, plans: Collection[_Graph]) -> None:
+        """Blocks that hold the largest of these buckets become those of the buckets to come; they never shrink."""
+        old = self._blocks
+        sizes = [max(plan.up_bytes for plan in plans), max(_end(plan.outputs) for plan in plans)]
+        if old is not None:
+            # Powers of two, so that they are not opened anew for every slightly larger bucket.
+            sizes = [
+                1 << (size - 1).bit_length()
+                for size in map(max, sizes, (old.inputs.size_bytes, old.outputs.size_bytes))
+            ]
+        inputs, outputs = (self._pool.take(size, partial(driver.DeviceBuffer, size)) for size in sizes)
+        self._blocks = _Blocks(inputs, outputs)
+        if old is not None and not old.users:
+            self._give_back([old])
+
+    def _give_back(self, blocks: Collection[_Blocks]) -> None:
+        self._pool.give_back(
+            (buffer.size_bytes, buffer) for block in blocks for buffer in (block.inputs, block.outputs)
+        )
 
     def _plan(self, shapes: Mapping[str, Shape]) -> _Graph:
         """Place a bucket's tensors; output shapes come from one eager run on zeros."""
@@ -147,7 +205,8 @@ class CudaProvider:
             for name, place in inputs.items()
         }
         try:
-            found = self._session.run_with_ort_values(list(self.output_names), feeds, self._eager)
+            with self._session_lock:
+                found = self._session.run_with_ort_values(list(self.output_names), feeds, self._eager)
         except Exception as error:
             raise CaptureError(first_line(error)) from error
         outputs, _ = self._lay_out({n: tuple(v.shape()) for n, v in zip(self.output_names, found, strict=True)})
@@ -163,23 +222,29 @@ class CudaProvider:
         return places, max(end, ALIGN_BYTES)
 
     def _capture_one(self, plan: _Graph) -> None:
-        assert self._device_in and self._device_out
+        blocks = self._blocks
+        assert blocks
+        if self._next_graph_id > self._max_captures:
+            raise CaptureError(f"the session has made max_captures ({self._max_captures}) captures")
         plan.binding = self._session.io_binding()
         for places, base, bind in (
-            (plan.inputs, self._device_in.address, plan.binding.bind_input),
-            (plan.outputs, self._device_out.address, plan.binding.bind_output),
+            (plan.inputs, blocks.inputs.address, plan.binding.bind_input),
+            (plan.outputs, blocks.outputs.address, plan.binding.bind_output),
         ):
             for name, place in places.items():
                 address = base + place.offset_bytes
                 bind(name, "cuda", self._device_id, place.dtype.onnx_id, list(place.shape), address)
-        plan.options = _run_options(str(self._next_graph_id))
+        plan.graph_id = self._next_graph_id
+        plan.options = _run_options(str(plan.graph_id))
         self._next_graph_id += 1
         try:
-            driver.clear(self._device_in, self.stream)
+            driver.clear(blocks.inputs, self.stream)
             self._session.run_with_iobinding(plan.binding, plan.options)
             self.stream.synchronize()
         except (driver.CudaError, RuntimeError, ort.capi.onnxruntime_pybind11_state.Fail) as error:
             raise CaptureError(first_line(error)) from error
+        plan.blocks = blocks
+        blocks.users += 1
 
     @property
     def has_fixed_shapes(self) -> bool:
@@ -188,14 +253,33 @@ class CudaProvider:
 
     def slot(self, bucket: Sizes | None) -> Slot:
         """A free slot, or one more when all are in flight."""
+        graph = self._graphs.get(bucket) if bucket is not None else None
         slot = self._free.pop() if self._free else self._new_slot()
-        slot.graph = self._graphs.get(bucket) if bucket is not None else None
+        while graph is not None and not slot.fits(graph):  # made before the blocks grew
+            self._slots.remove(slot)
+            slot.close()
+            slot = self._free.pop() if self._free else self._new_slot()
+        slot.graph = graph
         slot.lease = _Lease(slot)
         return slot
 
-    def drop(self, bucket: Sizes) -> None:
-        """Its graph stays in ONNX Runtime, which cannot release it; its id is never used again."""
-        self._graphs.pop(bucket, None)
+    def retire(self, buckets: Collection[Sizes]) -> None:
+        """The graphs stay in ONNX Runtime, which cannot release them; their ids are never used again.
+
+        Blocks that no bucket uses any more go to the pool: the stream is idle by then.
+        """
+        with contextlib.suppress(driver.CudaError):  # a lost context shows in the next run
+            self.stream.synchronize()
+        unused = []
+        for graph in [self._graphs.pop(bucket) for bucket in buckets if bucket in self._graphs]:
+            for slot in self._slots:
+                slot.forget(graph)
+            assert graph.blocks
+            graph.blocks.users -= 1
+            if not graph.blocks.users and graph.blocks is not self._blocks:
+                unused.append(graph.blocks)
+        self._give_back(unused)
+        self._metrics.set("ortgraph_live_buckets", len(self._graphs))
 
     def eager_reason(self, bucket: Sizes | None) -> str:
         """Empty for a captured bucket."""
@@ -204,8 +288,8 @@ class CudaProvider:
         return self.why_eager or ("no_bucket" if bucket is None else "not_captured")
 
     def _new_slot(self) -> CudaSlot:
-        sizes = [block.size_bytes if block else 0 for block in (self._device_in, self._device_out)]
-        slot = CudaSlot(self, sizes[0], sizes[1])
+        blocks = self._blocks
+        slot = CudaSlot(self, blocks.inputs.size_bytes if blocks else 0, blocks.outputs.size_bytes if blocks else 0)
         self._slots.append(slot)
         return slot
 
@@ -221,18 +305,20 @@ class CudaProvider:
 
     def replay(self, graph: _Graph, pinned_in: int) -> None:
         """Start the copy up and the graph."""
-        assert self._device_in
-        driver.copy(self._device_in.address, pinned_in, graph.up_bytes, driver.TO_DEVICE, self.stream)
+        assert graph.blocks
+        if self._is_debug:
+            _check_captured(graph)
+        driver.copy(graph.blocks.inputs.address, pinned_in, graph.up_bytes, driver.TO_DEVICE, self.stream)
         with self._session_lock:
             self._session.run_with_iobinding(graph.binding, graph.options)
 
-    def copy_down(self, place: _Place, pinned_out: int, rows: int | None) -> None:
+    def copy_down(self, graph: _Graph, place: _Place, pinned_out: int, rows: int | None) -> None:
         """Start the copy of an output, only its first rows where they are what counts, into a slot's pinned block."""
-        assert self._device_out
+        assert graph.blocks
         size_bytes = place.size_bytes
         if rows is not None and place.shape and place.shape[0] > rows:
             size_bytes = size_bytes // place.shape[0] * rows
-        source = self._device_out.address + place.offset_bytes
+        source = graph.blocks.outputs.address + place.offset_bytes
         driver.copy(pinned_out + place.offset_bytes, source, size_bytes, driver.TO_HOST, self.stream)
 
     def run_eager(self, values: Mapping[str, Array], outputs: Sequence[str]) -> HostArrays:
@@ -256,13 +342,16 @@ class CudaProvider:
         """Wait for the device, then free in reverse order of making."""
         if self.stream.handle:
             self.stream.synchronize()
+            blocks = {id(graph.blocks): graph.blocks for graph in self._graphs.values()}
+            blocks[id(self._blocks)] = self._blocks
             self._graphs.clear()
             del self._session
             for slot in self._slots:
                 slot.close()
-            for buffer in (self._device_out, self._device_in):
-                if buffer:
-                    buffer.close()
+            for block in filter(None, blocks.values()):
+                block.outputs.close()
+                block.inputs.close()
+            self._pool.close()
             self.stream.close()
 
 
@@ -282,6 +371,7 @@ class CudaSlot:
     def __init__(self, provider: CudaProvider, in_bytes: int, out_bytes: int) -> None:
         """The blocks hold the largest bucket."""
         self._provider = provider
+        self._sizes = in_bytes, out_bytes
         self._pinned_in = driver.PinnedBuffer(in_bytes)
         self._pinned_out = driver.PinnedBuffer(out_bytes)
         self.event = driver.Event(is_busy_wait=provider.is_busy_wait)
@@ -290,12 +380,21 @@ class CudaSlot:
         self.values: dict[str, Array] = {}
         self._views: dict[tuple[int, str], Array] = {}
 
+    def fits(self, graph: _Graph) -> bool:
+        """Whether the pinned blocks hold this bucket."""
+        return graph.up_bytes <= self._sizes[0] and _end(graph.outputs) <= self._sizes[1]
+
+    def forget(self, graph: _Graph) -> None:
+        """The bucket is retired."""
+        for name in graph.inputs:
+            self._views.pop((graph.graph_id, name), None)
+
     def stage(self, name: str, dtype: DType, shape: Shape) -> Array:
         """A view on the bucket's place in pinned memory; plain memory for an exact run."""
         if self.graph is None:
             view = self.values[name] = np.empty(shape, dtype.storage)
             return view
-        key = (id(self.graph), name)  # a provider's graphs live as long as its slots
+        key = (self.graph.graph_id, name)
         known = self._views.get(key)
         if known is None:
             place = self.graph.inputs[name]
@@ -319,7 +418,7 @@ class CudaSlot:
             places = {}
             for name in outputs:
                 place = graph.outputs[name]
-                provider.copy_down(place, self._pinned_out.address, rows)
+                provider.copy_down(graph, place, self._pinned_out.address, rows)
                 places[name] = place
             self.event.record(provider.stream)
         except Exception as error:
@@ -399,6 +498,17 @@ def _run_options(graph_id: str) -> ort.RunOptions:
     if graph_id != "-1":
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options
+
+
+def _check_captured(graph: _Graph) -> None:
+    """Debug mode: the blocks are still those of the capture.
+
+    Raises:
+        RunError: they were freed.
+    """
+    assert graph.blocks
+    if not graph.blocks.inputs.address or not graph.blocks.outputs.address:
+        raise RunError(f"debug: the device memory of graph {graph.graph_id} was freed")
 
 
 def _end(places: Mapping[str, _Place]) -> int:

@@ -10,7 +10,25 @@ import onnxruntime as ort
 
 from ..dtypes import DType
 from ..errors import InvalidRequest, RunError, first_line
+from ..signature import Shape
 from .base import Array, HostArrays
+
+
+class HostBuffers:
+    """Host memory for one run's inputs, by name: each buffer grows to the largest input it has held."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Array] = {}
+
+    def view(self, name: str, dtype: DType, shape: Shape) -> Array:
+        """A C-contiguous array of this shape, its contents undefined."""
+        if dtype.is_string:
+            return np.empty(shape, np.object_)
+        size_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.storage.itemsize
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.nbytes < size_bytes:
+            buffer = self._buffers[name] = np.empty(max(size_bytes, 64), np.uint8)
+        return buffer[:size_bytes].view(dtype.storage).reshape(shape)
 
 
 def run_on_host(
