@@ -84,6 +84,22 @@ class InferUser(User):  # type: ignore[misc]  # Locust's User is untyped
         """Send the inputs and wait for all expected outputs, by name."""
 
 
+def infer(triton: Any, client: Any, model: str, sample: Sample, **options: Any) -> Mapping[str, Array | None]:
+    """Send a sample and read its expected outputs; tensors are binary.
+
+    Args:
+        triton: tritonclient.http or tritonclient.grpc, whose names are the same; `client` is one of its clients.
+        options: more for its `infer`.
+    """
+    inputs = []
+    for name, array in sample.inputs.items():
+        tensor = triton.InferInput(name, list(array.shape), triton.np_to_triton_dtype(array.dtype))
+        inputs.append(tensor.set_data_from_numpy(array))
+    outputs = [triton.InferRequestedOutput(name) for name in sample.expected]
+    result = client.infer(model, inputs, outputs=outputs, **options)
+    return {name: result.as_numpy(name) for name in sample.expected}
+
+
 _pools: dict[Options, list[Sample]] = {}
 
 

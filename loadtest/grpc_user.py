@@ -12,7 +12,7 @@ grpc.experimental.gevent.init_gevent()
 import tritonclient.grpc as triton  # noqa: E402
 
 from loadtest.answers import Array  # noqa: E402
-from loadtest.base_user import InferUser  # noqa: E402
+from loadtest.base_user import InferUser, infer  # noqa: E402
 from loadtest.samples import Sample  # noqa: E402
 
 
@@ -32,10 +32,4 @@ class InferGrpcUser(InferUser):
 
     def send(self, sample: Sample) -> Mapping[str, Array | None]:
         assert self.client is not None
-        inputs = []
-        for name, array in sample.inputs.items():
-            tensor = triton.InferInput(name, list(array.shape), triton.np_to_triton_dtype(array.dtype))
-            inputs.append(tensor.set_data_from_numpy(array))
-        outputs = [triton.InferRequestedOutput(name) for name in sample.expected]
-        result = self.client.infer(self.options.model, inputs, outputs=outputs, client_timeout=self.options.timeout_s)
-        return {name: result.as_numpy(name) for name in sample.expected}
+        return infer(triton, self.client, self.options.model, sample, client_timeout=self.options.timeout_s)

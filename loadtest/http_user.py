@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import tritonclient.http as triton
 
 from loadtest.answers import Array
-from loadtest.base_user import InferUser
+from loadtest.base_user import InferUser, infer
 from loadtest.samples import Sample
 
 
@@ -28,10 +28,4 @@ class InferHttpUser(InferUser):
 
     def send(self, sample: Sample) -> Mapping[str, Array | None]:
         assert self.client is not None
-        inputs = []
-        for name, array in sample.inputs.items():
-            tensor = triton.InferInput(name, list(array.shape), triton.np_to_triton_dtype(array.dtype))
-            inputs.append(tensor.set_data_from_numpy(array, binary_data=True))
-        outputs = [triton.InferRequestedOutput(name, binary_data=True) for name in sample.expected]
-        result = self.client.infer(self.options.model, inputs, outputs=outputs)
-        return {name: result.as_numpy(name) for name in sample.expected}
+        return infer(triton, self.client, self.options.model, sample)

@@ -15,6 +15,7 @@ import numpy as np
 from .dtypes import DType
 from .errors import UnsupportedRequest
 from .providers.base import Array
+from .providers.host import memory_view
 
 CPU, CPU_PINNED = 1, 3
 _INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6
@@ -114,11 +115,6 @@ def borrow_raw(exporter: Any, name: str, storage: np.dtype[Any]) -> Array:
     if tensor.device_type not in (CPU, CPU_PINNED) or tensor.dtype.bits != storage.itemsize * 8:
         raise UnsupportedRequest(f"input '{name}' cannot be read from device type {tensor.device_type}")
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-    size_bytes = int(np.prod(shape, dtype=np.int64)) * storage.itemsize
-    if size_bytes == 0:
-        return np.empty(shape, storage)
-    memory = (ctypes.c_uint8 * size_bytes).from_address(tensor.data + tensor.byte_offset)
-    memory.owner = (capsule, exporter)  # type: ignore[attr-defined]
-    view = np.frombuffer(memoryview(memory), storage).reshape(shape)
+    view = memory_view((tensor.data or 0) + tensor.byte_offset, storage, shape, (capsule, exporter))
     view.flags.writeable = False
     return view

@@ -16,8 +16,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ from ..session import open_session, session_options, specs
 from ..signature import Shape, Sizes
 from . import driver
 from .base import Array, HostArrays, Run, Slot
-from .host import run_on_host
+from .host import DoneRun, run_on_host
 
 ALIGN_BYTES = 256
 FIRST_SLOTS = 4
@@ -73,7 +73,6 @@ class _Graph:
     graph_id: int = 0
     binding: Any = None
     options: Any = None
-    names: frozenset[str] = field(default_factory=frozenset)
 
 
 class CudaProvider:
@@ -412,7 +411,7 @@ class CudaSlot:
         """Start copy up, replay, copy down (of the real rows) and the event; an exact run is over when this returns."""
         provider, graph = self._provider, self.graph
         if graph is None:
-            return _Done(lambda: provider.run_eager(self.values, outputs))
+            return DoneRun(lambda: provider.run_eager(self.values, outputs))
         try:
             provider.replay(graph, self._pinned_in.address)
             places = {}
@@ -423,7 +422,7 @@ class CudaSlot:
             self.event.record(provider.stream)
         except Exception as error:
             failure = provider.failure(error)
-            return _Done(lambda: _raise(failure))
+            return DoneRun.failed(failure)
         return CudaRun(self, places)
 
     def outputs(self, places: Mapping[str, _Place]) -> HostArrays:
@@ -472,24 +471,6 @@ class CudaRun:
         except driver.CudaError as error:
             raise self._slot.failure(error) from error
         return self._slot.outputs(self._places)
-
-
-class _Done:
-    """A run that is over, or failed, at launch."""
-
-    def __init__(self, result: Callable[[], HostArrays]) -> None:
-        self.wait = result
-
-    def is_done(self) -> bool:
-        """Always."""
-        return True
-
-    def block(self) -> None:
-        """Nothing to wait for."""
-
-
-def _raise(failure: RunError) -> HostArrays:
-    raise failure
 
 
 def _run_options(graph_id: str) -> ort.RunOptions:

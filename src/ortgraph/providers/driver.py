@@ -6,7 +6,6 @@ int. Whatever is allocated here is owned by the object returned and freed by its
 
 from __future__ import annotations
 
-import ctypes
 import re
 from typing import Any
 
@@ -15,14 +14,11 @@ from cuda.bindings import runtime as rt
 
 from ..errors import ModelError, OrtgraphError
 from .base import Array
+from .host import memory_view
 
 # After these the context is lost: every later call of this process fails too (CUDA Runtime API, cudaError_t).
 _STICKY = frozenset({700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 900, 901, 906, 999})
-TO_DEVICE, TO_HOST, ON_DEVICE = (
-    rt.cudaMemcpyKind.cudaMemcpyHostToDevice,
-    rt.cudaMemcpyKind.cudaMemcpyDeviceToHost,
-    rt.cudaMemcpyKind.cudaMemcpyDeviceToDevice,
-)
+TO_DEVICE, TO_HOST = rt.cudaMemcpyKind.cudaMemcpyHostToDevice, rt.cudaMemcpyKind.cudaMemcpyDeviceToHost
 _OK = rt.cudaError_t.cudaSuccess
 
 
@@ -65,12 +61,6 @@ def use_device(device_id: int) -> None:
         check("cudaFree", rt.cudaFree(0))  # makes the primary context now, so that its cost is not in a first request
     except CudaError as error:
         raise ModelError(f"no usable NVIDIA GPU: {error}") from error
-
-
-def free_bytes() -> int:
-    """Device memory that is free now."""
-    free, _total = check("cudaMemGetInfo", rt.cudaMemGetInfo())
-    return int(free)
 
 
 class Stream:
@@ -142,12 +132,7 @@ class PinnedBuffer:
 
     def view(self, offset_bytes: int, dtype: np.dtype[Any], shape: tuple[int, ...], owner: Any = None) -> Array:
         """A writable view; with an owner, that object lives as long as any view."""
-        size_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if size_bytes == 0:
-            return np.empty(shape, dtype)
-        memory = (ctypes.c_uint8 * size_bytes).from_address(self.address + offset_bytes)
-        memory.owner = owner  # type: ignore[attr-defined]
-        return np.frombuffer(memoryview(memory), dtype).reshape(shape)
+        return memory_view(self.address + offset_bytes, dtype, shape, owner)
 
     def close(self) -> None:
         """Free it."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -29,6 +30,39 @@ class HostBuffers:
         if buffer is None or buffer.nbytes < size_bytes:
             buffer = self._buffers[name] = np.empty(max(size_bytes, 64), np.uint8)
         return buffer[:size_bytes].view(dtype.storage).reshape(shape)
+
+
+class DoneRun:
+    """A run that is over, or failed, at launch."""
+
+    def __init__(self, result: Callable[[], HostArrays]) -> None:
+        self.wait = result
+
+    @classmethod
+    def failed(cls, failure: RunError) -> DoneRun:
+        """One whose `wait` raises."""
+
+        def fail() -> HostArrays:
+            raise failure
+
+        return cls(fail)
+
+    def is_done(self) -> bool:
+        """Always."""
+        return True
+
+    def block(self) -> None:
+        """Nothing to wait for."""
+
+
+def memory_view(address: int, storage: np.dtype[Any], shape: Shape, owner: Any = None) -> Array:
+    """A writable array on memory at an address; `owner` lives as long as any view of it."""
+    size_bytes = int(np.prod(shape, dtype=np.int64)) * storage.itemsize
+    if size_bytes == 0:
+        return np.empty(shape, storage)
+    memory = (ctypes.c_uint8 * size_bytes).from_address(address)
+    memory.owner = owner  # type: ignore[attr-defined]  # the view keeps the buffer, the buffer keeps its owner
+    return np.frombuffer(memoryview(memory), storage).reshape(shape)
 
 
 def run_on_host(
@@ -82,10 +116,4 @@ def _host_array(value: ort.OrtValue, dtype: DType) -> Array:
     if not dtype.is_raw:
         array: Array = value.numpy()
         return array
-    shape = tuple(value.shape())
-    size_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.storage.itemsize
-    if size_bytes == 0:
-        return np.empty(shape, dtype.storage)
-    memory = (ctypes.c_uint8 * size_bytes).from_address(value.data_ptr())
-    memory.owner = value  # type: ignore[attr-defined]  # the view keeps the buffer, the buffer keeps the OrtValue
-    return np.frombuffer(memoryview(memory), dtype.storage).reshape(shape)
+    return memory_view(value.data_ptr(), dtype.storage, tuple(value.shape()), value)

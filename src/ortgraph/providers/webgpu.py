@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from ..pool import BufferPool
 from ..session import open_session, session_options, specs
 from ..signature import Shape, Sizes
 from .base import Array, HostArrays, Run, Slot
-from .host import HostBuffers, run_on_host
+from .host import DoneRun, HostBuffers, run_on_host
 
 EP_NAME = "WebGpuExecutionProvider"
 # What the plugin reads; it ignores anything else without a word. Raw pointers and debugging captures are left out.
@@ -359,10 +359,10 @@ class WebGpuSlot:
             if graph is not None and values.keys() == graph.inputs.keys():
                 return provider.replay(graph, values, outputs)
             arrays = provider.run_eager(values, outputs)
-            return _Done(lambda: arrays)
+            return DoneRun(lambda: arrays)
         except Exception as error:
             failure = provider.failure(error)
-            return _Done(lambda: _raise(failure))
+            return DoneRun.failed(failure)
 
 
 class WebGpuRun:
@@ -400,24 +400,6 @@ class WebGpuRun:
             raise self._failure
         assert self._arrays is not None
         return self._arrays
-
-
-class _Done:
-    """A run that is over, or failed, at launch."""
-
-    def __init__(self, result: Callable[[], HostArrays]) -> None:
-        self.wait = result
-
-    def is_done(self) -> bool:
-        """Always."""
-        return True
-
-    def block(self) -> None:
-        """Nothing to wait for."""
-
-
-def _raise(failure: RunError) -> HostArrays:
-    raise failure
 
 
 def _run_options(graph_id: int) -> ort.RunOptions:
