@@ -5,8 +5,8 @@ Inputs `input_ids` and `attention_mask`, INT64 [batch, sequence]; output `embedd
 from the data's own shape on the device, so that a CUDA or WebGPU graph can be captured once the dimensions are known.
 
 Positions with mask 0 add nothing to the others: their attention weight is exp(-10000) = 0, their pooling weight 0.
-A row whose mask is all 0 gives a zero row under mean pooling, never NaN. Ids outside the vocabulary are clamped: on
-CUDA an embedding look-up outside its table would read foreign memory and could end the process.
+A row whose mask is all 0 gives a zero row under mean pooling, never NaN. The embedding look-up is a Gather in the fused
+build too: its CUDA kernel checks ids against the table, which EmbedLayerNormalization's does not, and WebGPU has it.
 A sequence longer than `max_positions` is the caller's to refuse (the largest bucket does).
 """
 
@@ -72,10 +72,8 @@ class _EncoderWriter:
         """A checkpoint's dense weight is [out, in]; MatMul wants [in, out]."""
         return self.weight(f"{name}.weight", self.weights[f"{name}.weight"].T)
 
-    def contrib(self, op_type: str, *inputs: str, name: str, unused_outputs: int = 0, **attributes: Any) -> str:
-        return self.graph.add(
-            op_type, *inputs, name=name, domain=CONTRIB_DOMAIN, unused_outputs=unused_outputs, **attributes
-        )
+    def contrib(self, op_type: str, *inputs: str, name: str, **attributes: Any) -> str:
+        return self.graph.add(op_type, *inputs, name=name, domain=CONTRIB_DOMAIN, **attributes)
 
     def linear(self, name: str, states: str) -> str:
         product = self.graph.add("MatMul", states, self.dense(name), name=f"{name}.product")
@@ -124,13 +122,6 @@ class _EncoderWriter:
         table_name = self.weight("embeddings.position_and_type", table)
         norm = [self.weight(f"embeddings.LayerNorm.{name}") for name in ("weight", "bias")]
         positions = self.position_ids(mask)
-        if self.spec.fused:
-            first = graph.constant("first_id", 0, np.int64)
-            last = graph.constant("last_id", self.spec.vocab - 1, np.int64)
-            ids = graph.add("Clip", "input_ids", first, last, name="clamped_ids")
-            ids = graph.add("Cast", ids, name="ids", to=TensorProto.INT32)
-            inputs = (ids, "", words, table_name, "", *norm, "", positions)
-            return self.contrib("EmbedLayerNormalization", *inputs, name="states", unused_outputs=1, epsilon=epsilon)
         ids = graph.add("Cast", "input_ids", name="ids", to=TensorProto.INT32)
         word_rows = graph.add("Gather", words, ids, name="word_rows", axis=0)
         position_rows = graph.add("Gather", table_name, positions, name="position_rows", axis=0)

@@ -29,16 +29,10 @@ class GraphWriter:
             self._initializers[name] = numpy_helper.from_array(array, name)
         return name
 
-    def add(
-        self, op_type: str, *inputs: str, name: str, domain: str = "", unused_outputs: int = 0, **attributes: Any
-    ) -> str:
-        """Add a node whose first output is called like the node. An empty input name leaves an optional input out.
-
-        `unused_outputs` names further outputs that nothing reads, for operators that insist on having them.
-        """
+    def add(self, op_type: str, *inputs: str, name: str, domain: str = "", **attributes: Any) -> str:
+        """Add a node whose output is called like the node. An empty input name leaves an optional input out."""
         self._domains.add(domain)
-        outputs = [name, *(f"{name}.unused_{index}" for index in range(unused_outputs))]
-        self._nodes.append(helper.make_node(op_type, inputs, outputs, name=name, domain=domain, **attributes))
+        self._nodes.append(helper.make_node(op_type, inputs, [name], name=name, domain=domain, **attributes))
         return name
 
     def model(
