@@ -235,7 +235,9 @@ def _check_carried(signature: Signature) -> None:
 def _loaded_line(args: dict[str, str], engine: Engine, load_s: float) -> str:
     table, dims = engine.table, engine.signature.dims
     buckets = "; ".join(
-        f"{dim.name}={','.join(map(str, ladder))}" for dim, ladder in zip(dims, table.ladders, strict=True) if ladder
+        f"{dim.name}={','.join(map(str, ladder))}"
+        for place, (dim, ladder) in enumerate(zip(dims, table.ladders, strict=True))
+        if ladder and place not in engine.fixed
     )
     padded = [dim.name for dim, is_padded in zip(dims, table.padded, strict=True) if is_padded]
     return (

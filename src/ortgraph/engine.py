@@ -99,6 +99,7 @@ class Engine:
         self._checker = _checker(config, signature)
         self._checker.unproven = frozenset(findings.unproven)
         self._rules = OutputRules(findings.axes)
+        self.fixed = _fixed(config, signature)
         self._mean_request_s = 1.0
         self._hit_keys: dict[Sizes, Key] = {}
         self.table = BucketTable(
@@ -355,14 +356,17 @@ class Engine:
         )
 
     def bucket_name(self, bucket: Sizes) -> str:
-        """`batch=8,sequence=64`; a dimension without a ladder is left out, a model without any is `exact`.
+        """`batch=8,sequence=64`, or `exact` for a model without buckets.
 
-        An exact size beside a ladder is `other`, so that a metric has no label for every size there is.
+        A dimension without a ladder, or whose size the config fixes, is left out. An exact size beside a ladder is
+        `other`, so that a metric has no label for every size there is.
         """
         parts = [
             f"{dim.name}={size if size in ladder else 'other'}"
-            for dim, size, ladder in zip(self.signature.dims, bucket, self.table.ladders, strict=True)
-            if ladder is not None
+            for place, (dim, size, ladder) in enumerate(
+                zip(self.signature.dims, bucket, self.table.ladders, strict=True)
+            )
+            if ladder is not None and place not in self.fixed
         ]
         return ",".join(parts) or "exact"
 
@@ -377,9 +381,19 @@ def _checker(config: ModelConfig, signature: Signature) -> RequestChecker:
     )
 
 
+def _fixed(config: ModelConfig, signature: Signature) -> dict[int, int]:
+    """The dimensions that the config gives one size, by place."""
+    offset = 1 if signature.is_batched else 0
+    fixed = {(t.name, axis + offset): size for t in config.inputs for axis, size in enumerate(t.dims) if size > 0}
+    return {i: fixed[axis] for i, dim in enumerate(signature.dims) for axis in dim.axes if axis in fixed}
+
+
 def _ladders(config: ModelConfig, signature: Signature, *, has_default: bool) -> tuple[Ladder | None, ...]:
-    """The declared bucket sizes of each dimension; the batch gets its own when none are declared."""
+    """The declared bucket sizes of each dimension, one where the config fixes it; the batch gets its own by default."""
     found: list[Ladder | None] = [None] * len(signature.dims)
+    if has_default or config.buckets:
+        for place, size in _fixed(config, signature).items():
+            found[place] = (size,)
     for name, sizes in config.buckets.items():
         found[signature.index(name)] = sizes
     if signature.is_batched and (batch := found[0]) is not None:
@@ -407,14 +421,13 @@ def _examine(config: ModelConfig, provider: Provider, signature: Signature) -> t
     Then capture what is declared; what is captured later, where that is asked for, is proven with the same preflight.
     """
     ragged = {tensor.name for tensor in config.inputs if tensor.is_ragged}
-    ladders = _ladders(config, signature, has_default=False)
+    ladders, known = _ladders(config, signature, has_default=False), _fixed(config, signature)
     candidates = [
-        config.padding == "auto" and (ladder is not None or any(name in ragged for name, _ in dim.axes))
-        for dim, ladder in zip(signature.dims, ladders, strict=True)
+        config.padding == "auto"
+        and place not in known
+        and (ladder is not None or any(n in ragged for n, _ in dim.axes))
+        for place, (dim, ladder) in enumerate(zip(signature.dims, ladders, strict=True))
     ]
-    offset = 1 if signature.is_batched else 0
-    fixed = {(t.name, axis + offset): size for t in config.inputs for axis, size in enumerate(t.dims) if size > 0}
-    known = {i: fixed[axis] for i, dim in enumerate(signature.dims) for axis in dim.axes if axis in fixed}
     fills = _checker(config, signature).fills
     twin: Provider | None = None
     run_checked: RunExact | None = None

@@ -78,6 +78,17 @@ def test_every_bucket_is_captured_before_ready(encoder: Engine) -> None:
     assert counter(encoder, "ortgraph_capture_seconds_count") == counter(encoder, "ortgraph_captures_total")
 
 
+def test_a_size_that_the_config_fixes_is_a_bucket(convolution_path: Path, cpu_convolution: Engine) -> None:
+    """As text_recognition's height: the ONNX model leaves it open, config.pbtxt does not."""
+    written = {"max_batch_size": 2, "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [1, 4, 6]}]}
+    engine = load(convolution_path, written=written, graph_capture="required")
+    assert engine.findings.notes == []
+    assert_equal(engine, cpu_convolution, [image(np.random.default_rng(0), 6, rows=2)])
+    assert eager_runs(engine) == {}
+    assert counter(engine, "ortgraph_bucket_hits_total", bucket="batch=2") == 1
+    engine.close()
+
+
 def test_ragged_batches_equal_the_cpu(encoder: Engine, cpu: Engine) -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
