@@ -10,6 +10,7 @@ from typing import Any
 
 from client.aio import AsyncGrpcClient, AsyncHttpClient
 from client.calls import Retry
+from client.cuda_memory import CudaMemory
 from client.errors import (
     ClientClosed,
     ClientError,
@@ -32,6 +33,7 @@ __all__ = [
     "ClientClosed",
     "ClientError",
     "ConnectionLost",
+    "CudaMemory",
     "DeadlineExceeded",
     "GrpcClient",
     "HttpClient",

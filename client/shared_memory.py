@@ -31,9 +31,13 @@ _IN_USE = "currently in use"
 
 
 class RegionMemory(Protocol):
-    """A kind of memory that the server can map. SystemMemory is one; `kind` names it in messages."""
+    """A kind of memory that the server can map: SystemMemory, or CudaMemory of cuda_memory.py.
+
+    `kind` names it in messages, `hint` says what the server needs to open it.
+    """
 
     kind: str
+    hint: str
     name: str
     byte_size: int
 
@@ -48,6 +52,10 @@ class SystemMemory:
     """A POSIX shared memory object; its pages are taken at once, so that a full /dev/shm is an error and no crash."""
 
     kind = "system"
+    hint = (
+        "It must run on this host, as a user who may open this one's files, and see the same /dev/shm: for containers "
+        "--ipc=host, or one /dev/shm mounted in both."
+    )
 
     def __init__(self, byte_size: int) -> None:
         self.name = f"client-{os.getpid()}-{uuid.uuid4().hex[:12]}"
@@ -232,8 +240,7 @@ class SharedRegion:
         except ServerRefused as error:
             raise SharedMemoryError(
                 f"{self._client.url}: the server cannot open the {self._memory.kind} shared memory region: "
-                f"{error.message} It must run on this host, as a user who may open this one's files, and see the same "
-                "/dev/shm: for containers --ipc=host, or one /dev/shm mounted in both."
+                f"{error.message} {self._memory.hint}"
             ) from None
 
     def _take_back(self, deadline_s: float | None) -> None:

@@ -344,6 +344,26 @@ def test_padding_that_is_wrong_only_beside_a_longer_row_is_never_done():
     assert (2, 4) in seen
 
 
+@pytest.mark.parametrize(("rounding", "is_joined"), [(0.0, False), (2e-2, True)])
+def test_a_gpus_rounding_is_no_change(rounding: float, is_joined: bool) -> None:
+    """TF32, or other kernels for other shapes: small against the largest value, not against the smallest column."""
+
+    def run(inputs: dict[str, Any], noise: float = 1e-3) -> dict[str, Any]:
+        x = inputs["x"]
+        exact = np.concatenate([x[:, :1] * 0 + 1, x.sum(axis=1, keepdims=True) * 1e-2], axis=1)
+        return {"y": (exact + noise * len(x)).astype(np.float32)}
+
+    def run_on_the_cpu(inputs: dict[str, Any]) -> dict[str, Any]:
+        return run(inputs, 0.0)
+
+    float32 = dtypes.from_triton("TYPE_FP32")
+    assert float32
+    spec = TensorSpec("x", float32, ("batch", "length"))
+    signature = build([spec], [TensorSpec("y", float32, ("batch", 2))], is_batched=True)
+    preflight = Preflight(signature, run, {"x": Fill(0.0, None)}, {}, {}, run_checked=run_on_the_cpu, rounding=rounding)
+    assert preflight.examine([(1, 2), (4, 8)], [True, False]).can_join is is_joined
+
+
 def test_integers_other_than_0_and_1_are_tried_before_rows_are_joined(tmp_path: Path) -> None:
     """The largest length of the batch scales all, as in sequence masks: with lengths of 1 alone nobody would notice."""
     nodes = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from .batch import Request
 from .config import ModelConfig, parse
 from .dtypes import DType
 from .engine import Answer, Engine
-from .errors import InvalidRequest, LoadError, RequestError, UnsupportedRequest, first_line
+from .errors import InvalidRequest, LoadError, RequestError, first_line
 from .metrics import GAUGES, Labels, MetricsThread, describe
 from .pipeline import Pipeline
 from .providers import open_provider
@@ -92,6 +93,8 @@ class TritonPythonModel:
         if config.response_mode == "sender" and self._engine.is_asynchronous:
             self._pipeline = Pipeline(self._engine, config.batches_in_flight)
         self._metrics = MetricsThread(self._engine.metrics, sink.add)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: no collection goes over it while requests wait
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Answer a batch: one response for each request, in order; a bad one gets its own error.
@@ -105,6 +108,8 @@ class TritonPythonModel:
         if self._pipeline is not None:
             senders = [request.get_response_sender() for request in requests]
             self._pipeline.submit(batch, lambda index, answer: self._send(senders[index], answer))
+            if batch.has_device_arrays:
+                batch.wait()  # Triton takes the requests' memory back when this returns
             return None
         responses: list[Any] = [None] * len(requests)
         for index, answer in self._engine.finish(batch):
@@ -140,11 +145,14 @@ class TritonPythonModel:
     def _read(self, request: Any) -> Request | RequestError:
         """Borrow a request's tensors: no copy, valid until `execute` returns."""
         try:
-            inputs = {}
+            inputs, is_on_device = {}, False
             for tensor in request.inputs():
                 name = tensor.name()
-                inputs[name] = _host_array(name, tensor, self._dtypes.get(name))
-            return Request(inputs, tuple(request.requested_output_names()), request.is_cancelled)
+                if tensor.is_cpu():
+                    inputs[name] = _host_array(name, tensor, self._dtypes.get(name))
+                else:
+                    inputs[name], is_on_device = _device_array(name, tensor, self._dtypes.get(name)), True
+            return Request(inputs, tuple(request.requested_output_names()), request.is_cancelled, is_on_device)
         except RequestError as error:
             return error
         except pb_utils.TritonModelException as error:
@@ -162,14 +170,16 @@ class TritonPythonModel:
 def _host_array(name: str, tensor: Any, dtype: DType | None) -> Array:
     if dtype is None:
         raise InvalidRequest(f"unknown input '{name}'")
-    if not tensor.is_cpu():
-        raise UnsupportedRequest(
-            f"input '{name}' lies on the GPU, which is not read yet; remove FORCE_CPU_ONLY_INPUT_TENSORS"
-        )
     if dtype.is_raw:
         return dlpack.borrow_raw(tensor, name, dtype.storage)
     array: Array = tensor.as_numpy() if _STUB_KNOWS_NUMPY or dtype.is_string else np.from_dlpack(tensor)
     return array
+
+
+def _device_array(name: str, tensor: Any, dtype: DType | None) -> Any:
+    if dtype is None:
+        raise InvalidRequest(f"unknown input '{name}'")
+    return dlpack.borrow_device(tensor, name, dtype.storage)
 
 
 def _triton_tensor(name: str, array: Array, dtype: DType) -> Any:

@@ -21,14 +21,16 @@ def _never() -> bool:
 
 @dataclass
 class Request:
-    """One request: host arrays of storage dtypes by input name, read only until its run is over.
+    """One request: arrays of storage dtypes by input name, read only until its run is over.
 
-    `outputs` are the names asked for; empty means all. `is_cancelled` asks whoever sent it.
+    `outputs` are the names asked for; empty means all. `is_cancelled` asks whoever sent it. `has_device_arrays` says
+    that some inputs lie on a GPU.
     """
 
     inputs: dict[str, Array]
     outputs: Sequence[str] = ()
     is_cancelled: Callable[[], bool] = _never
+    has_device_arrays: bool = False
 
 
 class Checked(NamedTuple):

@@ -172,7 +172,13 @@ _PARAMETERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "enable_mem_pattern": ("enable_mem_pattern", _flag),
 }
 # The onnxruntime backend's CUDA settings: kept for a provider that has them, checked by ONNX Runtime itself.
-_PROVIDER_OPTIONS = frozenset({"cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy"})
+_PROVIDER_OPTIONS = frozenset(
+    {
+        "cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy", "cudnn_conv_use_max_workspace",
+        "cudnn_conv1d_pad_to_nc1d", "use_tf32", "prefer_nhwc", "fuse_conv_bias", "sdpa_kernel",
+        "enable_skip_layer_norm_strict_mode",
+    }
+)  # fmt: skip
 # The WebGPU provider's own options are written `webgpu.NAME`, or as an execution accelerator's parameters.
 _WEBGPU_PREFIX = "webgpu."
 _ACCELERATORS = ("cuda", "webgpu")

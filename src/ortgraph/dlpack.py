@@ -14,10 +14,11 @@ import numpy as np
 
 from .dtypes import DType
 from .errors import UnsupportedRequest
-from .providers.base import Array
+from .providers.base import Array, DeviceArray
 from .providers.host import memory_view
+from .signature import Shape
 
-CPU, CPU_PINNED = 1, 3
+CPU, CUDA, CPU_PINNED = 1, 2, 3
 _INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6
 _CODES = {"i": _INT, "u": _UINT, "f": _FLOAT, "b": _BOOL}
 
@@ -110,11 +111,26 @@ def borrow_raw(exporter: Any, name: str, storage: np.dtype[Any]) -> Array:
     Raises:
         UnsupportedRequest: the tensor lies on a device, or its element size is not that of `storage`.
     """
-    capsule = exporter.__dlpack__()
-    tensor = ctypes.cast(_pointer_of(capsule, _NAME), ctypes.POINTER(_ManagedTensor)).contents.tensor
-    if tensor.device_type not in (CPU, CPU_PINNED) or tensor.dtype.bits != storage.itemsize * 8:
-        raise UnsupportedRequest(f"input '{name}' cannot be read from device type {tensor.device_type}")
-    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-    view = memory_view((tensor.data or 0) + tensor.byte_offset, storage, shape, (capsule, exporter))
+    tensor, shape, owner = _open(exporter, name, storage, (CPU, CPU_PINNED))
+    view = memory_view((tensor.data or 0) + tensor.byte_offset, storage, shape, owner)
     view.flags.writeable = False
     return view
+
+
+def borrow_device(exporter: Any, name: str, storage: np.dtype[Any]) -> DeviceArray:
+    """An exporter's tensor in a GPU's memory, kept alive by what is returned.
+
+    Raises:
+        UnsupportedRequest: it lies elsewhere, or its element size is not that of `storage`.
+    """
+    tensor, shape, owner = _open(exporter, name, storage, (CUDA,))
+    return DeviceArray((tensor.data or 0) + tensor.byte_offset, shape, storage, owner)
+
+
+def _open(exporter: Any, name: str, storage: np.dtype[Any], devices: tuple[int, ...]) -> tuple[Any, Shape, Any]:
+    """The DLTensor, its shape, and what keeps it alive. Triton's tensors are C-contiguous."""
+    capsule = exporter.__dlpack__()
+    tensor = ctypes.cast(_pointer_of(capsule, _NAME), ctypes.POINTER(_ManagedTensor)).contents.tensor
+    if tensor.device_type not in devices or tensor.dtype.bits != storage.itemsize * 8:
+        raise UnsupportedRequest(f"input '{name}' cannot be read from device type {tensor.device_type}")
+    return tensor, tuple(tensor.shape[i] for i in range(tensor.ndim)), (capsule, exporter)

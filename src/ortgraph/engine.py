@@ -19,12 +19,12 @@ from .batch import Request, RequestChecker
 from .buckets import BucketTable, Group, Item, Ladder, default_batch_ladder
 from .config import ModelConfig
 from .dtypes import as_storage
-from .errors import InvalidRequest, ModelError, RequestError, RunError
+from .errors import InvalidRequest, ModelError, RequestError, RunError, UnsupportedRequest
 from .graph import OnDemand, capture_buckets, replay_cost
 from .metrics import Key, Metrics
 from .preflight import Findings, Preflight, RunExact
 from .providers import Provider, Run, Slot, open_checked, open_provider
-from .providers.base import Array, HostArrays
+from .providers.base import Array, DeviceArray, DeviceProvider, HostArrays
 from .responses import OutputRules, split
 from .signature import BATCH, Signature, Sizes
 from .staging import stage
@@ -43,7 +43,7 @@ _PADDED: Key = ("ortgraph_padded_elements_total", ())
 class Flight:
     """One group that was started: its slot is given back when it is finished.
 
-    `staged` are the arrays that the run reads, by input.
+    `staged` are the arrays that the run reads, by input; what came on a GPU is missing in them.
     """
 
     group: Group
@@ -51,6 +51,7 @@ class Flight:
     run: Run
     started_s: float
     staged: Mapping[str, Array]
+    has_device_arrays: bool
 
     def is_done(self) -> bool:
         """Whether finishing it would not wait."""
@@ -64,6 +65,11 @@ class Batch:
     requests: Sequence[Request]
     flights: Sequence[Flight]
     refused: Mapping[int, RequestError]
+
+    @property
+    def has_device_arrays(self) -> bool:
+        """Whether a run reads the requests' own GPU memory, which must be there until it is over."""
+        return any(flight.has_device_arrays for flight in self.flights)
 
     def is_done(self) -> bool:
         """Whether finishing it would not wait."""
@@ -165,18 +171,21 @@ class Engine:
         """Check, group, stage and launch; nothing is waited for. A RequestError among the requests is passed on."""
         refused: dict[int, RequestError] = {}
         items = []
+        good = [request if isinstance(request, Request) else Request({}) for request in requests]
         for index, request in enumerate(requests):
             if isinstance(request, RequestError):
                 refused[index] = request
                 continue
             try:
                 is_cancelled = self._mean_request_s >= CANCEL_CHECK_FROM_S and request.is_cancelled()
+                if request.has_device_arrays:
+                    request = self._localised(request)
+                    good[index] = request
                 checked = self._checker.check(request, is_cancelled=is_cancelled)
             except RequestError as error:
                 refused[index] = error
                 continue
             items.append(Item(index, checked.sizes, frozenset(request.inputs), not checked.alone))
-        good = [request if isinstance(request, Request) else Request({}) for request in requests]
         return Batch(good, self._launch_all(items, good, refused), refused)
 
     def finish(self, batch: Batch) -> Iterator[tuple[int, Answer]]:
@@ -225,6 +234,25 @@ class Engine:
         """Release the session; calling it twice is safe."""
         self._provider.close()
 
+    def _localised(self, request: Request) -> Request:
+        """A request with GPU tensors: those whose values must be looked at come to the host, the others stay.
+
+        Raises:
+            UnsupportedRequest: the model does not run on an NVIDIA GPU.
+        """
+        provider, known = self._provider, {spec.name: spec for spec in self.signature.inputs}
+        if not isinstance(provider, DeviceProvider):
+            raise UnsupportedRequest(f"a GPU tensor was sent to a model that runs on {provider.name}")
+        inputs = dict(request.inputs)
+        for name, array in inputs.items():
+            if not isinstance(array, DeviceArray):
+                continue
+            is_whole_number = name in known and known[name].dtype.storage.kind in "iub" and not known[name].dtype.is_raw
+            if not array.size or name in self.config.value_ranges or (is_whole_number and self._checker.unproven):
+                inputs[name] = provider.to_host(array)
+        stays = any(isinstance(array, DeviceArray) for array in inputs.values())
+        return Request(inputs, request.outputs, request.is_cancelled, stays)
+
     def _launch_all(
         self, items: Sequence[Item], requests: Sequence[Request], refused: dict[int, RequestError]
     ) -> list[Flight]:
@@ -266,7 +294,8 @@ class Engine:
         rows = None
         if self.signature.is_batched:
             rows = sum(item.sizes[0] for item in group.items)
-        flight = Flight(group, slot, slot.launch(wanted, rows), staged, arrays)
+        has_device_arrays = any(requests[item.place].has_device_arrays for item in group.items)
+        flight = Flight(group, slot, slot.launch(wanted, rows), staged, arrays, has_device_arrays)
         self._count(group, requests, arrays, staged - start)
         return flight
 
@@ -279,7 +308,7 @@ class Engine:
             ]
         except RequestError as error:
             answers = []
-            if len(group.items) == 1 or not self._provider.is_healthy:
+            if len(group.items) == 1 or not self._provider.is_healthy or flight.has_device_arrays:
                 answers += [(item.place, self._as_client_error(error)) for item in group.items]
         alone = [] if answers else self._each_alone(flight, requests)
         self._provider.give_back(flight.slot)

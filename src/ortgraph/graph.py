@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .buckets import Cost, Ladder
 from .errors import CaptureError, OrtgraphError
-from .preflight import Preflight, worst_error
+from .preflight import Preflight
 from .providers.base import Array, HostArrays, Provider
 from .signature import Signature, Sizes
 
@@ -122,8 +122,7 @@ def _prove(
     eager = preflight.run_exact(inputs)
     replayed = _replay(provider, signature, bucket, inputs)
     for spec in signature.outputs:
-        error = worst_error(replayed[spec.name], eager[spec.name], spec.dtype)
-        if error > max(spec.dtype.tolerance, provider.rounding):
+        if error := preflight.error(spec.name, replayed[spec.name], eager[spec.name]):
             raise CaptureError(f"output '{spec.name}' of a replay differs by {error:.1e} from an eager run")
     del replayed
     best = float("inf")

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from .engine import Answer, Batch, Engine
 
 Send = Callable[[int, Answer], None]
-_SENDERS = 3
+_SENDERS = 1  # more threads wait for the interpreter longer than they save
 
 
 class _Entry:
@@ -47,7 +47,7 @@ class Pipeline:
         self._changed = threading.Condition()
         self._is_closing = False
         self._is_staging = False
-        # Sending waits for the server to take the answer (tens of us, without the GIL): several wait at once.
+        # Sending waits for the server to take the answer (tens of us, without the GIL): two threads wait at once.
         self._senders = ThreadPoolExecutor(_SENDERS, "ortgraph-sender")
         self._helper = threading.Thread(target=self._help, name="ortgraph-responses", daemon=True)
         self._helper.start()

@@ -68,12 +68,13 @@ class Findings:
     cost: Cost = lambda sizes: float(np.prod(sizes))
 
 
-def worst_error(got: Array, wanted: Array, dtype: DType) -> float:
+def worst_error(got: Array, wanted: Array, dtype: DType, *, is_coarse: bool = False) -> float:
     """The largest difference relative to the largest wanted value; inf where shape or NaNs differ.
 
     Types that are not floats must be equal: then the result is 0, else inf. Singles and doubles are compared column by
     column of the last axis, so that a large one hides no other (a column below a thousandth of the largest value is
-    rounding); in half precision rounding is too coarse for that.
+    rounding). Rounding is too coarse for that in half precision, and (`is_coarse`) where kernels change with the shape
+    or with TF32, as on GPUs.
     """
     if got.shape != wanted.shape:
         return float("inf")
@@ -87,7 +88,7 @@ def worst_error(got: Array, wanted: Array, dtype: DType) -> float:
         return 0.0
     difference, size = np.abs(np.where(finite, a - b, 0)), np.abs(np.where(finite, b, 0))
     scale = np.asarray(size.max())
-    if dtype.storage.itemsize >= 4 and size.ndim:
+    if dtype.storage.itemsize >= 4 and size.ndim and not is_coarse:
         scale = np.maximum(size.max(axis=tuple(range(size.ndim - 1))), 1e-3 * scale)
     return float((difference / np.maximum(scale, _FLOOR)).max())
 
@@ -109,7 +110,8 @@ class Preflight:
         """`known_sizes` are the dimensions, by place, whose size the config fixes.
 
         `run_checked` runs the model where an index outside its table is an error (the CPU), unless `run` does.
-        `rounding` is how far two runs may lie apart beyond the element types' own tolerances.
+        `rounding` is how far two runs of `run` may lie apart where that is more than the element types' own
+        tolerances; 0 where a row's answer does not depend on the shape of the run at all.
         """
         self._signature = signature
         self.run_exact = run
@@ -162,13 +164,20 @@ class Preflight:
     def _has_whole_numbers(self) -> bool:
         return any(spec.dtype.storage.kind in "iub" and not spec.dtype.is_raw for spec in self._signature.inputs)
 
-    def _tolerance(self, name: str) -> float:
-        dtype = self._dtypes[name]
-        return max(dtype.tolerance, self._rounding) if dtype.tolerance else 0.0
+    def error(self, name: str, got: Array, wanted: Array, trial: Trial = _ORDINARY) -> float:
+        """How much an output differs from another run's; 0 where that is rounding."""
+        dtype, is_coarse = self._dtypes[name], self._rounding > 0 and self._is_on_device(trial)
+        worst = worst_error(got, wanted, dtype, is_coarse=is_coarse)
+        allowed = max(dtype.tolerance, self._rounding) if is_coarse and dtype.tolerance else dtype.tolerance
+        return worst if worst > allowed else 0.0
+
+    @staticmethod
+    def _is_on_device(trial: Trial) -> bool:
+        """Numbers beyond 0 and 1 may be indices outside their table: asked only where that is an error."""
+        return trial.low >= 0 and trial.high <= 1
 
     def _run_for(self, trial: Trial) -> RunExact:
-        """Numbers beyond 0 and 1 may be indices outside their table: asked only where that is an error."""
-        return self.run_exact if trial.low >= 0 and trial.high <= 1 else self._run_checked
+        return self.run_exact if self._is_on_device(trial) else self._run_checked
 
     def random_inputs(self, sizes: Sizes, trial: Trial = _ORDINARY) -> dict[str, Array]:
         """Random inputs within `value_ranges`, else as the trial says (see `_random_values`)."""
@@ -226,8 +235,7 @@ class Preflight:
                 if array.ndim == 0 or array.shape[0] != len(order):
                     return f"output '{name}' has shape {list(array.shape)} for {len(order)} rows"
                 for place, row in enumerate(order):
-                    worst = worst_error(array[place : place + 1], apart[row][name], self._dtypes[name])
-                    if worst > self._tolerance(name):
+                    if worst := self.error(name, array[place : place + 1], apart[row][name], trial):
                         return f"output '{name}' of a row changes by {worst:.1e} beside another row"
         return ""
 
@@ -260,7 +268,7 @@ class Preflight:
             except OrtgraphError as error:
                 return f"a trial run at {small} padded to {large} failed: {error}"
             for name, array in padded.items():
-                wanted, dtype = exact[name], self._dtypes[name]
+                wanted = exact[name]
                 if array.ndim != wanted.ndim:
                     return f"output '{name}' changes its number of axes"
                 changed = {axis for axis in range(array.ndim) if array.shape[axis] != wanted.shape[axis]}
@@ -270,8 +278,7 @@ class Preflight:
                         f"output '{name}' has shape {list(wanted.shape)} at {small}, "
                         f"{list(array.shape)} padded to {large}, and cannot be sliced back"
                     )
-                worst = worst_error(array[tuple(slice(size) for size in wanted.shape)], wanted, dtype)
-                if worst > self._tolerance(name):
+                if worst := self.error(name, array[tuple(map(slice, wanted.shape))], wanted, trial):
                     return f"output '{name}' changes by {worst:.1e} when {small} is padded to {large}"
         return ""
 
@@ -298,8 +305,7 @@ class Preflight:
                 index[0] = slice(row, row + 1)
             elif row:
                 continue
-            worst = worst_error(array[tuple(index)], exact[row][name], self._dtypes[name])
-            if worst > self._tolerance(name):
+            if worst := self.error(name, array[tuple(index)], exact[row][name]):
                 return f"output '{name}' changes by {worst:.1e} when all is padded beside a longer row"
         return ""
 

@@ -14,8 +14,10 @@ waited for; between `launch` and `wait` the host is free, which is how a provide
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -24,6 +26,36 @@ from ..signature import Shape, Sizes, TensorSpec
 
 Array = np.ndarray[Any, Any]
 HostArrays = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class DeviceArray:
+    """A C-contiguous tensor in a GPU's memory that a request brought; `owner` keeps it alive.
+
+    `shape`, `dtype` and `size` are as numpy has them, so that checks and grouping need not tell them apart.
+    """
+
+    address: int
+    shape: Shape
+    dtype: np.dtype[Any]
+    owner: Any
+
+    @property
+    def size(self) -> int:
+        """How many elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.size * self.dtype.itemsize
+
+    def reshape(self, shape: Shape) -> DeviceArray:
+        """The same memory in another shape."""
+        return replace(self, shape=shape)
+
+
+AnyArray = Array | DeviceArray
 
 
 class Run(Protocol):
@@ -52,6 +84,17 @@ class Slot(Protocol):
         """Start a run of the staged and borrowed inputs that computes `outputs` only.
 
         With `rows`, only the first rows of each output are needed.
+        """
+
+
+@runtime_checkable
+class DeviceSlot(Slot, Protocol):
+    """A slot that reads GPU tensors."""
+
+    def place(self, name: str, array: DeviceArray, row: int, *, is_whole: bool) -> None:
+        """Copy a GPU tensor into input `name` from this row on, without a way over the host where the run is a replay.
+
+        The input was staged, or the tensor `is_whole` and nothing else of the input counts.
         """
 
 
@@ -107,3 +150,11 @@ class Provider(Protocol):
 
     def close(self) -> None:
         """Release session and memory; calling it twice is safe."""
+
+
+@runtime_checkable
+class DeviceProvider(Provider, Protocol):
+    """A provider that reads GPU tensors: its slots are DeviceSlots."""
+
+    def to_host(self, array: DeviceArray) -> Array:
+        """A copy on the host, complete when this returns."""

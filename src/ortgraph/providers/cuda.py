@@ -32,7 +32,7 @@ from ..pool import BufferPool
 from ..session import open_session, session_options, specs
 from ..signature import Shape, Sizes
 from . import driver
-from .base import Array, HostArrays, Run, Slot
+from .base import Array, DeviceArray, HostArrays, Run, Slot
 from .host import DoneRun, run_on_host
 
 ALIGN_BYTES = 256
@@ -82,7 +82,6 @@ class CudaProvider:
     can_capture = True
     is_healthy = True
     checks_indices = False
-    rounding = 1e-2  # TF32 is on by default, and eager and captured runs may pick different cuDNN algorithms
     capture_note = ""
     remark = ""
 
@@ -93,6 +92,8 @@ class CudaProvider:
         self._metrics = metrics or Metrics()
         self._max_captures = config.max_captures
         self._is_debug = config.is_debug
+        # TF32 is ONNX Runtime's default, and eager and captured runs may pick different kernels.
+        self.rounding = 1e-4 if config.provider_options.get("use_tf32") == "0" else 2e-2
         self.is_busy_wait = config.busy_wait_events
         self.stream = driver.Stream()
         self.why_eager = "graph_capture_off" if config.graph_capture == "off" else ""
@@ -259,6 +260,8 @@ class CudaProvider:
             slot.close()
             slot = self._free.pop() if self._free else self._new_slot()
         slot.graph = graph
+        slot.placed.clear()
+        slot.whole.clear()
         slot.lease = _Lease(slot)
         return slot
 
@@ -302,12 +305,23 @@ class CudaProvider:
         """Called by the slot's lease."""
         self._free.append(slot)
 
-    def replay(self, graph: _Graph, pinned_in: int) -> None:
-        """Start the copy up and the graph."""
+    def replay(self, graph: _Graph, slot: CudaSlot) -> None:
+        """Start the copies of the inputs and the graph."""
         assert graph.blocks
         if self._is_debug:
             _check_captured(graph)
-        driver.copy(graph.blocks.inputs.address, pinned_in, graph.up_bytes, driver.TO_DEVICE, self.stream)
+        pinned, device = slot.pinned_address, graph.blocks.inputs.address
+        if not slot.placed:
+            driver.copy(device, pinned, graph.up_bytes, driver.TO_DEVICE, self.stream)
+        else:
+            for place in (place for name, place in graph.inputs.items() if name not in slot.whole):
+                start = place.offset_bytes
+                driver.copy(device + start, pinned + start, place.size_bytes, driver.TO_DEVICE, self.stream)
+            for name, array, row in slot.placed:
+                place = graph.inputs[name]
+                item_bytes = place.dtype.storage.itemsize
+                target = device + place.offset_bytes + row * item_bytes * int(np.prod(place.shape[1:]))
+                driver.copy_box(target, place.shape, array.address, array.shape, item_bytes, self.stream)
         with self._session_lock:
             self._session.run_with_iobinding(graph.binding, graph.options)
 
@@ -319,6 +333,19 @@ class CudaProvider:
             size_bytes = size_bytes // place.shape[0] * rows
         source = graph.blocks.outputs.address + place.offset_bytes
         driver.copy(pinned_out + place.offset_bytes, source, size_bytes, driver.TO_HOST, self.stream)
+
+    def to_host(self, array: DeviceArray) -> Array:
+        """A copy on the host, complete when this returns.
+
+        Raises:
+            RunError: the driver refused.
+        """
+        found = np.empty(array.shape, array.dtype)
+        try:
+            driver.copy_to_host(found.ctypes.data, array.address, array.nbytes)
+        except driver.CudaError as error:
+            raise self.failure(error) from error
+        return found
 
     def run_eager(self, values: Mapping[str, Array], outputs: Sequence[str]) -> HostArrays:
         """A run without a graph, of any shape."""
@@ -377,6 +404,8 @@ class CudaSlot:
         self.graph: _Graph | None = None
         self.lease: _Lease | None = None
         self.values: dict[str, Array] = {}
+        self.placed: list[tuple[str, DeviceArray, int]] = []
+        self.whole: set[str] = set()
         self._views: dict[tuple[int, str], Array] = {}
 
     def fits(self, graph: _Graph) -> bool:
@@ -407,13 +436,28 @@ class CudaSlot:
         else:
             self.stage(name, dtype, array.shape)[...] = array
 
+    def place(self, name: str, array: DeviceArray, row: int, *, is_whole: bool) -> None:
+        """A replay copies it on the device; an exact run, which reads host memory, has it copied down."""
+        if self.graph is not None:
+            self.placed.append((name, array, row))
+            if is_whole:
+                self.whole.add(name)
+            return
+        index = (slice(row, row + array.shape[0]), *map(slice, array.shape[1:])) if array.shape else ()
+        self.values[name][index] = self._provider.to_host(array)
+
+    @property
+    def pinned_address(self) -> int:
+        """Where the inputs are staged."""
+        return self._pinned_in.address
+
     def launch(self, outputs: Sequence[str], rows: int | None = None) -> Run:
         """Start copy up, replay, copy down (of the real rows) and the event; an exact run is over when this returns."""
         provider, graph = self._provider, self.graph
         if graph is None:
             return DoneRun(lambda: provider.run_eager(self.values, outputs))
         try:
-            provider.replay(graph, self._pinned_in.address)
+            provider.replay(graph, self)
             places = {}
             for name in outputs:
                 place = graph.outputs[name]

@@ -6,6 +6,7 @@ int. Whatever is allocated here is owned by the object returned and freed by its
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -18,6 +19,7 @@ from .host import memory_view
 
 # After these the context is lost: every later call of this process fails too (CUDA Runtime API, cudaError_t).
 _STICKY = frozenset({700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 900, 901, 906, 999})
+_DEFAULT = rt.cudaMemcpyKind.cudaMemcpyDefault
 TO_DEVICE, TO_HOST = rt.cudaMemcpyKind.cudaMemcpyHostToDevice, rt.cudaMemcpyKind.cudaMemcpyDeviceToHost
 _OK = rt.cudaError_t.cudaSuccess
 
@@ -144,6 +146,40 @@ class PinnedBuffer:
 def copy(destination: int, source: int, size_bytes: int, kind: Any, stream: Stream) -> None:
     """Start a copy on the stream; host memory must be pinned for it to be asynchronous."""
     check("cudaMemcpyAsync", rt.cudaMemcpyAsync(destination, source, size_bytes, kind, stream.handle))
+
+
+def copy_box(
+    destination: int, room: tuple[int, ...], source: int, shape: tuple[int, ...], item_bytes: int, stream: Stream
+) -> None:
+    """Start copying a C-contiguous tensor into the corner of a larger one, both on GPUs.
+
+    Args:
+        room: the destination's shape; each size from axis 1 on is at least the source's.
+    """
+    shape, room = shape or (1,), room or (1,)
+    smaller = [axis for axis in range(1, len(shape)) if shape[axis] != room[axis]]
+    if not smaller:
+        copy(destination, source, math.prod(shape) * item_bytes, _DEFAULT, stream)
+        return
+    # What follows the last smaller axis is contiguous on both sides; the axes between the last two are one pitch apart.
+    last, first = smaller[-1], smaller[-2] if len(smaller) > 1 else 0
+    pitch_bytes = math.prod(room[last:]) * item_bytes
+    width_bytes, height = math.prod(shape[last:]) * item_bytes, math.prod(shape[first:last])
+    for number in range(math.prod(shape[:first])):
+        place, rest = 0, number
+        for axis in reversed(range(first)):
+            rest, index = divmod(rest, shape[axis])
+            place += index * math.prod(room[axis + 1 :])
+        result = rt.cudaMemcpy2DAsync(
+            destination + place * item_bytes, pitch_bytes, source + number * height * width_bytes, width_bytes,
+            width_bytes, height, _DEFAULT, stream.handle,
+        )  # fmt: skip
+        check("cudaMemcpy2DAsync", result)
+
+
+def copy_to_host(destination: int, source: int, size_bytes: int) -> None:
+    """Copy from a GPU to the host; complete when this returns. Does not wait for streams of ours."""
+    check("cudaMemcpy", rt.cudaMemcpy(destination, source, size_bytes, TO_HOST))
 
 
 def clear(buffer: DeviceBuffer, stream: Stream) -> None:
