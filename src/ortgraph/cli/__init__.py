@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from .add import add
 from .fetch import fetch
 from .serve import serve
 
@@ -13,5 +14,6 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
+app.command()(add)
 app.command()(serve)
 app.command()(fetch)

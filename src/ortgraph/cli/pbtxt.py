@@ -12,6 +12,8 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonConfig
 from .. import config
 from .files import CommandError
 
+__all__ = ["TritonConfig", "parameter", "read", "set_parameter", "settings", "text"]
+
 
 def read(path: Path) -> TritonConfig:
     """A config.pbtxt as Triton's `inference.ModelConfig`; comments are lost.
