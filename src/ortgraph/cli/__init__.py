@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .add import add
+from .convert import convert
 from .fetch import fetch
 from .serve import serve
 
@@ -15,5 +16,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(add)
+app.command()(convert)
 app.command()(serve)
 app.command()(fetch)

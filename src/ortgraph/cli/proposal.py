@@ -283,13 +283,16 @@ class _Search:
         return "no: the CPU captures no graphs; nothing in the graph forbids it on a GPU"
 
 
-def check(config: pbtxt.TritonConfig, path: Path) -> list[str]:
+def check(config: pbtxt.TritonConfig, path: Path, kind: str = "") -> list[str]:
     """Load the model just as it will be served, captures and all; what is not done, a sentence each.
+
+    Args:
+        kind: of the instance, "CPU" or "GPU"; by default where Triton would put it on this machine.
 
     Raises:
         LoadError: it cannot be served.
     """
-    _, findings, _ = _preflight(config, path, instance_kind())
+    _, findings, _ = _preflight(config, path, kind or instance_kind())
     return findings.notes
 
 
