@@ -7,6 +7,7 @@ import typer
 from .add import add
 from .convert import convert
 from .fetch import fetch
+from .inspect import inspect
 from .serve import serve
 
 app = typer.Typer(
@@ -16,6 +17,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(add)
+app.command()(inspect)
 app.command()(convert)
 app.command()(serve)
 app.command()(fetch)

@@ -79,6 +79,13 @@ def obstacles(model: onnx.ModelProto) -> list[Obstacle]:
         )
         if names:
             found.append(Obstacle(names, reason, providers, mend))
+    constants = {weight.name for weight in model.graph.initializer}
+    constants |= {node.output[0] for node in nodes(model.graph) if node.op_type == "Constant"}
+    fixed = [node for node in nodes(model.graph) if node.op_type == "GatherND" and node.input[1] in constants]
+    if fixed:
+        reason = "with constant indices its CUDA kernel copies from the host, which can end a capture and the process"
+        mend = "replace it by Slice, Gather or Reshape"
+        found.append(Obstacle(tuple(map(shown, fixed)), reason, ("cuda",), mend))
     if ml_nodes:
         mend = "move the classical part into the client or a model of its own"
         found.append(Obstacle(tuple(map(shown, ml_nodes)), "only the CPU has this operator", both, mend))
