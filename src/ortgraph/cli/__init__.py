@@ -6,6 +6,7 @@ import typer
 
 from .add import add
 from .convert import convert
+from .doctor import doctor
 from .fetch import fetch
 from .inspect import inspect
 from .serve import serve
@@ -20,4 +21,5 @@ app.command()(add)
 app.command()(inspect)
 app.command()(convert)
 app.command()(serve)
+app.command()(doctor)
 app.command()(fetch)

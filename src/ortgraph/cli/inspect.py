@@ -83,7 +83,7 @@ def _examine(path: Path, buckets: str, step: Step) -> dict[str, Any]:
     """Everything that is shown, as plain data."""
     step("reading the model")
     if path.is_dir():
-        config, file = _of_directory(path)
+        config, file = of_directory(path)
         model = load_model(file, with_data=False)
         step("measuring what may be padded")
         if not config.input:
@@ -95,7 +95,7 @@ def _examine(path: Path, buckets: str, step: Step) -> dict[str, Any]:
     step("measuring memory")
     engine = Engine.load(replace(settings, graph_capture="off"))
     try:
-        memory = _memory(engine)
+        memory = memory_of(engine)
         dimensions = _dimensions(*_measured(engine))
         tensors = [
             {"kind": kind, "name": spec.name, "type": spec.dtype.short, "shape": list(spec.shape)}
@@ -125,7 +125,7 @@ def _examine(path: Path, buckets: str, step: Step) -> dict[str, Any]:
     }
 
 
-def _of_directory(folder: Path) -> tuple[pbtxt.TritonConfig, Path]:
+def of_directory(folder: Path) -> tuple[pbtxt.TritonConfig, Path]:
     """A model directory's config and the ONNX file of its latest version."""
     config = pbtxt.read(folder / "config.pbtxt")
     versions = sorted((int(path.name), path) for path in folder.iterdir() if path.is_dir() and path.name.isdigit())
@@ -167,7 +167,9 @@ def _dimensions(signature: Signature, findings: Findings) -> list[Dimension]:
     found = []
     for place, (dim, is_padded) in enumerate(zip(signature.dims, findings.padded, strict=True)):
         is_batch = signature.is_batched and place == 0
-        starts = ("requests are never joined: ",) if is_batch else (f"dimension '{dim.name}' is never padded: ",)
+        starts: tuple[str, ...] = (
+            ("requests are never joined: ",) if is_batch else (f"dimension '{dim.name}' is never padded: ",)
+        )
         starts += ("nothing is padded: ", "requests are never joined or padded, since ")
         reasons = [note.removeprefix(start) for start in starts for note in findings.notes if note.startswith(start)]
         if not is_padded and not reasons:
@@ -217,7 +219,7 @@ def _on_the_wrong_side(placement: Mapping[str, Mapping[str, Any]]) -> list[Obsta
     return found
 
 
-def _memory(engine: Engine) -> list[Bucket]:
+def memory_of(engine: Engine) -> list[Bucket]:
     """Bytes of each bucket. The outputs' shapes come from one run of a row at each size."""
     signature = engine.signature
     ladders: list[Ladder | None] = list(engine.table.ladders)
