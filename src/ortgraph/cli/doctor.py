@@ -77,7 +77,7 @@ class _Need:
 
 
 def doctor(model_repository: Repository = None, triton: Triton = None, as_json: AsJson = False) -> None:
-    """Check that everything fits, with mends. Exit code 1: something will fail. Example: ortgraph doctor -m my_models"""
+    """Check that everything fits; exit code 1 when something will fail. Example: ortgraph doctor -m my_models"""
     with reported():
         if model_repository is not None and not model_repository.is_dir():
             raise CommandError(f"model repository {model_repository} is not a folder")
