@@ -17,10 +17,22 @@ from typer.testing import CliRunner
 from ortgraph.cli import app
 from ortgraph.server import TritonServer
 from tests import real_models as real
+from tests import toys
 from tests.real_models import Feed, image, plain, tokens
 from tests.server.wire import Answer, infer, infer_together, metrics, total
 
-NAMES = ("minilm", "detection", "recognition", "classification", "vad", "vad_fixed", "magika", "int4", "external")
+NAMES = (
+    "minilm",
+    "detection",
+    "recognition",
+    "classification",
+    "vad",
+    "vad_fixed",
+    "magika",
+    "int4",
+    "table",
+    "external",
+)
 RNG = np.random.default_rng(11)
 
 
@@ -37,6 +49,7 @@ class Case:
 
 def cases(folder: Path) -> dict[str, Case]:
     int4, large = folder / "int4.onnx", folder / "large.onnx"
+    onnx.save(toys.encoder(), folder / "table.onnx")
     onnx.save(real.int4_encoder(), int4)
     onnx.save(real.int4_encoder(), large, save_as_external_data=True, location="large.bin")
     state = RNG.uniform(-1, 1, (2, 1, 128)).astype(np.float32)
@@ -56,6 +69,7 @@ def cases(folder: Path) -> dict[str, Case]:
             ("--value-ranges", "bytes=0..256"),
         ),
         "int4": Case(int4, 32, [tokens(1, 5, vocabulary, 1), tokens(3, 20, vocabulary, 2)]),
+        "table": Case(folder / "table.onnx", 32, [{"ids": np.array([[1, 49]]), "mask": np.array([[1, 1]])}]),
         "external": Case(large, 32, [tokens(2, 9, vocabulary, 3)]),
     }
 
@@ -154,9 +168,8 @@ def test_requests_of_an_added_model_that_meet(server: TritonServer, added: dict[
 
 def test_an_id_outside_the_table_is_refused(server: TritonServer) -> None:
     """`add` found the rows of the embedding table: on a GPU such an id would read foreign memory."""
-    feed = {"input_ids": np.array([[30522]]), "attention_mask": np.array([[1]])}
-    with pytest.raises(Exception, match=r"values outside 0\.\.30521"):
-        infer(server, "http", "minilm", feed)
+    with pytest.raises(Exception, match=r"values outside 0\.\.49"):
+        infer(server, "http", "table", {"ids": np.array([[50]]), "mask": np.array([[1]])})
 
 
 def test_a_converted_model_answers_as_before_in_every_version(server: TritonServer) -> None:
