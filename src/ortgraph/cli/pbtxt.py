@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from .. import config
 from .files import CommandError
 
 __all__ = ["TritonConfig", "parameter", "read", "set_parameter", "settings", "text"]
+
+# A parameter as protobuf writes it; quotes and line ends within the strings are escaped.
+_PARAMETER = re.compile(r"^parameters \{\n  key: (.*)\n  value \{\n    string_value: (.*)\n  \}\n\}", re.M)
 
 
 def read(path: Path) -> TritonConfig:
@@ -36,9 +40,10 @@ def read(path: Path) -> TritonConfig:
 
 
 def text(written: TritonConfig) -> str:
-    """The text of a config.pbtxt: Triton's order of fields, short lists, parameters by name."""
+    """The text of a config.pbtxt: Triton's order of fields, short lists, parameters by name and one a line."""
     shown: str = text_format.MessageToString(written, use_index_order=True, use_short_repeated_primitives=True)
-    return shown
+    shown = _PARAMETER.sub(r"parameters { key: \1 value: { string_value: \2 } }", shown)
+    return shown.replace(" {\n}", " { }")
 
 
 def settings(written: TritonConfig, model_path: Path, *, kind: str = "CPU", version: str = "1") -> config.ModelConfig:
