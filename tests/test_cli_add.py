@@ -19,8 +19,11 @@ from onnx import TensorProto, helper
 from typer.testing import CliRunner
 
 from ortgraph import Engine
+from ortgraph.buckets import default_batch_ladder
 from ortgraph.cli import app, pbtxt
-from tests import real_models, toys
+from ortgraph.config import parse_buckets
+from ortgraph.graph import MAX_BUCKETS
+from tests import real_models, toys, vulkan
 from tests.toys import F32, I64, model
 
 
@@ -331,3 +334,30 @@ def test_ctrl_c_half_way(tmp_path: Path) -> None:
         said, error = process.communicate(timeout=60)
     assert (process.returncode, said, error) == (130, "", "error: stopped by Ctrl-C; nothing was written\n")
     assert not repository.exists()
+
+
+def test_buckets_are_few_enough_to_be_captured_all(tmp_path: Path) -> None:
+    """Six sizes for each of two dimensions and twenty batch sizes would be over 512 graphs."""
+    shape = ["batch", "a", "b"]
+    made = model([helper.make_node("Neg", ["x"], ["y"])], [("x", F32, shape)], [("y", F32, shape)])
+    said = add(toys.save(made, tmp_path), tmp_path / "models", "--name", "toy", "--max-batch-size", "128")
+    ladders = parse_buckets(pbtxt.parameter(config_of(said), "buckets"))
+    assert ladders == {"a": (32, 128, 512), "b": (16, 32, 64, 128, 256, 512)}
+    assert len(default_batch_ladder(128)) * 36 > MAX_BUCKETS >= len(default_batch_ladder(128)) * 18
+
+
+@pytest.mark.parametrize(
+    ("made", "captured", "buckets"),
+    [
+        (toys.affine(), "yes, every bucket; each replay was compared with an eager run", "n=16,32,64,128,256,512"),
+        (toys.reduce("ReduceMean"),
+         "as they are seen, up to 16 exact shapes at a time, since a size has no buckets", ""),
+    ],
+)  # fmt: skip
+def test_on_a_gpu_what_can_be_captured_is(tmp_path: Path, made: onnx.ModelProto, captured: str, buckets: str) -> None:
+    if reason := vulkan.why_not():
+        pytest.skip(reason)
+    said = add(toys.save(made, tmp_path), tmp_path / "models", "--name", "toy", "--provider", "webgpu")
+    assert said["decisions"]["captured"] == captured
+    assert pbtxt.parameter(config_of(said), "buckets") == buckets
+    assert pbtxt.parameter(config_of(said), "execution_provider") == "webgpu"

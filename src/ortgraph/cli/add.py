@@ -81,11 +81,18 @@ def _provider(name: str) -> str:
     return name
 
 
+def _captured(proposal: Proposal, notes: list[str]) -> str:
+    """What the check on a GPU said of captures."""
+    if limit := pbtxt.parameter(proposal.config, "captures_on_demand"):
+        return f"as they are seen, up to {limit} exact shapes at a time, since a size has no buckets"
+    eager = [note for note in notes if "captured" in note or "run eager" in note]
+    return "; ".join(eager) or "yes, every bucket; each replay was compared with an eager run"
+
+
 def _report(proposal: Proposal, notes: list[str], repository: Path, target: Path, as_json: bool) -> None:
     decisions = dict(proposal.decisions)
     if decisions["captured"] == "yes":
-        eager = [note for note in notes if "captured" in note or "run eager" in note]
-        decisions["captured"] = "; ".join(eager) or "every bucket, its replay compared with an eager run"
+        decisions["captured"] = _captured(proposal, notes)
     following = f"ortgraph serve -m {repository}"
     if as_json:
         result = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,9 +13,11 @@ from typing import Any
 import onnx
 from tritonclient.grpc import model_config_pb2
 
+from ..buckets import default_batch_ladder
 from ..config import ModelConfig, parse_buckets
 from ..engine import Engine
 from ..errors import ConfigError, LoadError
+from ..graph import MAX_BUCKETS
 from ..preflight import Findings
 from ..providers import open_provider
 from ..signature import Signature, TensorSpec
@@ -212,7 +215,8 @@ class _Search:
                     ladders[dim.name] = _LADDER[:top]
                     tried = trial
                     break
-        return tried
+        thinned = _thinned(ladders, len(default_batch_ladder(max_batch_size)) if max_batch_size else 1)
+        return tried if thinned == ladders else self._try(max_batch_size, thinned)
 
     def _can_capture(self) -> bool:
         return self._wishes.provider in ("cuda", "webgpu") or (self._wishes.provider == "auto" and self._kind == "GPU")
@@ -281,6 +285,17 @@ class _Search:
                 f"{forbidden[0].nodes[0]} ({forbidden[0].reason}); 'ortgraph inspect' lists all"
             )
         return "no: the CPU captures no graphs; nothing in the graph forbids it on a GPU"
+
+
+def _thinned(ladders: Mapping[str, tuple[int, ...]], batch_sizes: int) -> dict[str, tuple[int, ...]]:
+    """The same ladders with so few sizes that all buckets together may be captured; the largest sizes stay."""
+    thinned = dict(ladders)
+    while math.prod(map(len, thinned.values())) * batch_sizes > MAX_BUCKETS:
+        longest = max(thinned, key=lambda name: len(thinned[name]))
+        if len(thinned[longest]) == 1:
+            break
+        thinned[longest] = thinned[longest][::-1][::2][::-1]
+    return thinned
 
 
 def check(config: pbtxt.TritonConfig, path: Path, kind: str = "") -> list[str]:
