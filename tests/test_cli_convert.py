@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +265,20 @@ def test_what_is_no_model_directory(tmp_path: Path) -> None:
     done = invoke(tmp_path / "empty", tmp_path / "ours")
     assert done.exit_code == 1
     assert done.stderr.endswith("it has no version folder such as 1/\n")
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    source = write(tmp_path / "theirs", 'backend: "onnxruntime"')
+    (source / "large.txt").write_bytes(bytes(1 << 20))
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a small file system can be mounted by root only")
+    try:
+        done = invoke(source, disk / "new" / "ours")
+        assert done.exit_code == 1
+        assert done.stderr.startswith("error: the disk is full") and done.stderr.count("\n") == 1
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

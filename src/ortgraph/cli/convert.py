@@ -6,6 +6,7 @@ What the onnxruntime backend reads was taken from its README and src/onnxruntime
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from dataclasses import dataclass, field
@@ -297,7 +298,12 @@ def to_onnxruntime(config: pbtxt.TritonConfig) -> Conversion:
 
 def _copy(source: Path, folder: Path, conversion: Conversion, to: Target) -> None:
     """Everything of the model directory but its config, the model file under a name that the other side takes."""
-    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=lambda where, _: _config_of(Path(where), source))
+    for where, _, names in os.walk(source, followlinks=True):
+        inside = folder / Path(where).relative_to(source)
+        inside.mkdir(exist_ok=True)
+        for name in names:  # not shutil.copytree: it hides why a file could not be copied
+            shutil.copyfile(Path(where) / name, inside / name)
+    (folder / "config.pbtxt").unlink(missing_ok=True)
     config, renamed = conversion.config, False
     for version in _versions(folder):
         where = folder / str(version)
@@ -327,10 +333,6 @@ def _place_model(version: Path, name: str) -> bool:
         found.rename(version / "model.onnx")
         return True
     return False
-
-
-def _config_of(where: Path, source: Path) -> list[str]:
-    return ["config.pbtxt"] if where == source else []
 
 
 def _check(conversion: Conversion, version: Path, to: Target) -> None:
