@@ -258,6 +258,14 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "new").exists()
 
 
+def test_a_new_directory_inside_the_old_one(tmp_path: Path) -> None:
+    source = write(tmp_path / "theirs", 'backend: "onnxruntime"')
+    done = invoke(source, source / "ours")
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+    assert "name a folder beside it" in done.stderr
+    assert sorted(path.name for path in source.iterdir()) == ["1", "config.pbtxt"]
+
+
 def test_what_is_no_model_directory(tmp_path: Path) -> None:
     done = invoke(tmp_path / "gone", tmp_path / "ours")
     assert (done.exit_code, done.stderr) == (1, f"error: there is no model directory {tmp_path / 'gone'}\n")

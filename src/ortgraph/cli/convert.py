@@ -91,6 +91,8 @@ def convert(
     """Take over a model of Triton's onnxruntime backend. Example: ortgraph convert models/bert converted/bert"""
     with reported():
         config = _read(model_directory)
+        if model_directory.resolve() in new_directory.resolve().parents:
+            raise CommandError(f"{new_directory} lies inside {model_directory}; name a folder beside it")
         before = _settings_of(config)
         conversion = (to_ortgraph if to is Target.ortgraph else to_onnxruntime)(config)
         config.name = config.name and new_directory.resolve().name
@@ -298,11 +300,11 @@ def to_onnxruntime(config: pbtxt.TritonConfig) -> Conversion:
 
 def _copy(source: Path, folder: Path, conversion: Conversion, to: Target) -> None:
     """Everything of the model directory but its config, the model file under a name that the other side takes."""
-    for where, _, names in os.walk(source, followlinks=True):
-        inside = folder / Path(where).relative_to(source)
+    for place, _, names in os.walk(source, followlinks=True):
+        inside = folder / Path(place).relative_to(source)
         inside.mkdir(exist_ok=True)
         for name in names:  # not shutil.copytree: it hides why a file could not be copied
-            shutil.copyfile(Path(where) / name, inside / name)
+            shutil.copyfile(Path(place) / name, inside / name)
     (folder / "config.pbtxt").unlink(missing_ok=True)
     config, renamed = conversion.config, False
     for version in _versions(folder):
