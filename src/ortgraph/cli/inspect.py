@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import numpy as np
 import onnx
 import typer
-from rich.table import Table
 
 from ..buckets import Ladder, default_batch_ladder
 from ..config import ModelConfig
@@ -278,12 +277,12 @@ def _show(report: Mapping[str, Any]) -> None:
     console.print(
         f"{report['file']}: {_mb(report['size_bytes'])}, IR {report['ir_version']}, opset {opsets}{by}", markup=False
     )
-    table = Table("", "tensor", "type", "shape", box=None, pad_edge=False)
+    rows = [("", "tensor", "type", "shape")]
     for tensor in report["tensors"]:
         shape = ", ".join("?" if size is None else str(size) for size in tensor["shape"])
-        table.add_row(tensor["kind"], tensor["name"], tensor["type"], f"\\[{shape}]")
-    console.print(table)
-    _section("dimensions", [_dimension_line(dim, report["max_batch_size"]) for dim in report["dimensions"]] or ["none"])
+        rows.append((tensor["kind"], tensor["name"], tensor["type"], f"[{shape}]"))
+    _columns(rows)
+    _section("dimensions", _dimension_lines(report["dimensions"], report["max_batch_size"]) or ["none"])
     operators = [f"{name} {count}" for name, count in report["operators"].items()]
     _section("operators", [", ".join(operators)])
     on = report["placement"]
@@ -305,13 +304,29 @@ def _section(title: str, lines: Sequence[str]) -> None:
         console.print(f"{title if not place else '':<10}  {line}", markup=False)
 
 
-def _dimension_line(dim: Mapping[str, Any], max_batch_size: int) -> str:
-    verb = "join" if dim["is_batch"] else "pad"
-    said = f"safe to {verb} (measured)" if dim["is_padded"] else f"not safe to {verb}: {dim['reason']}"
-    if dim["is_batch"] and dim["is_padded"]:
-        said += f", up to {max_batch_size} rows"
-    axes = ", ".join(dim["axes"])
-    return f"{dim['name']}{f' ({axes})' if axes != dim['name'] else ''}: {said}"
+def _columns(rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> None:
+    """Rows of text in columns, the one of `numbers` flush right; unlike rich's table nothing is ever cut or folded."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            f"{cell:>{w}}" if i in numbers else f"{cell:<{w}}"
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        console.print("  ".join(cells).rstrip(), markup=False)
+
+
+def _dimension_lines(dims: Sequence[Mapping[str, Any]], max_batch_size: int) -> list[str]:
+    lines, before = [], ""
+    for dim in dims:
+        verb = "join" if dim["is_batch"] else "pad"
+        reason = "for the same reason" if dim["reason"] == before else dim["reason"]
+        said = f"safe to {verb} (measured)" if dim["is_padded"] else f"not safe to {verb}: {reason}"
+        if dim["is_batch"] and dim["is_padded"]:
+            said += f", up to {max_batch_size} rows"
+        axes = ", ".join(dim["axes"])
+        lines.append(f"{dim['name']}{f' ({axes})' if axes != dim['name'] else ''}: {said}")
+        before = dim["reason"] or before
+    return lines
 
 
 def _obstacle_line(obstacle: Mapping[str, Any]) -> str:
@@ -327,16 +342,14 @@ def _show_memory(buckets: Sequence[Mapping[str, Any]], weights_bytes: int) -> No
     if not buckets:
         _section("memory", ["no buckets: a dimension has no sizes; give --buckets to see what they would take"])
         return
-    table = Table("bucket", "inputs", "outputs", "host staging", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
     stride = max(1, math.ceil((len(buckets) - 1) / (_SHOWN_BUCKETS - 1)))
     chosen = [bucket for place, bucket in enumerate(buckets[:-1]) if place % stride == 0] + [buckets[-1]]
+    rows = [("bucket", "inputs", "outputs", "host staging")]
     for bucket in chosen:
         outputs = bucket["outputs_bytes"]
         total = None if outputs is None else bucket["inputs_bytes"] + outputs
-        table.add_row(bucket["name"], _mb(bucket["inputs_bytes"]), _mb(outputs), _mb(total))
-    console.print(table)
+        rows.append((bucket["name"], _mb(bucket["inputs_bytes"]), _mb(outputs), _mb(total)))
+    _columns(rows, numbers=(1, 2, 3))
     known = [bucket["inputs_bytes"] + (bucket["outputs_bytes"] or 0) for bucket in buckets]
     few = f" ({len(chosen)} of {len(buckets)} shown)" if len(chosen) < len(buckets) else ""
     _section(
