@@ -182,6 +182,17 @@ def test_values_that_need_a_range_are_said(tmp_path: Path) -> None:
     assert said["decisions"]["joined"].startswith("yes")
 
 
+def test_sizes_that_the_model_needs_are_asked_for(tmp_path: Path) -> None:
+    """A model of 500 elements a row or none: no size that is tried runs."""
+    nodes = [helper.make_node("Reshape", ["x", "shape"], ["cut"]), helper.make_node("Neg", ["cut"], ["y"])]
+    made = model(nodes, [("x", F32, ["b", "n"])], [("y", F32, ["b", 500])], {"shape": np.array([-1, 500])})
+    file = toys.save(made, tmp_path)
+    said = add(file, tmp_path / "models", "--name", "toy")
+    assert said["decisions"]["joined"].endswith("; name sizes that the model takes: --buckets 'n=SIZE,SIZE'")
+    said = add(file, tmp_path / "models", "--name", "toy", "--force", "--buckets", "n=500")
+    assert said["decisions"]["joined"].startswith("yes, up to 32 rows")
+
+
 @pytest.mark.parametrize(
     ("path", "name"),
     [("some_model.onnx", "some_model"), ("bert/model.onnx", "bert"), ("bert/onnx/model.onnx", "bert"),

@@ -68,7 +68,7 @@ def _name(wished: str, model: Path) -> str:
     Raises:
         CommandError: it is no name for a folder.
     """
-    parents = [parent.name for parent in model.resolve().parents if not re.fullmatch(r"\d*|onnx", parent.name)]
+    parents = [parent.name for parent in model.absolute().parents if not re.fullmatch(r"\d*|onnx", parent.name)]
     name = wished or (model.stem if model.stem != "model" else next(iter(parents), "model"))
     if not re.fullmatch(r"[A-Za-z0-9_][\w.+-]*", name):
         raise CommandError(f"a model's name is made of letters, digits, '_', '-' and '.', got '{name}'; give --name")

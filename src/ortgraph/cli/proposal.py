@@ -84,7 +84,7 @@ class _Search:
         self._model, self._path, self._wishes, self._step = model, path, wishes, step
         self._kind = instance_kind()
         self._ranges: dict[str, str] = {}
-        self._decisions: dict[str, str] = {}
+        self._said_of_ranges: list[str] = []
         self._inputs: tuple[TensorSpec, ...] = ()
         self._outputs: tuple[TensorSpec, ...] = ()
 
@@ -98,7 +98,7 @@ class _Search:
         tried = self._try(max_batch_size, wished)
         if max_batch_size and not tried.findings.can_join and self._wishes.max_batch_size is None:
             no_batch = _reason(tried.findings, "requests are never joined: ") or _first(tried.findings)
-            no_batch += self._range_hint()
+            no_batch += self._hint(tried)
             max_batch_size = 0
             tried = self._try(0, wished)
         elif max_batch_size:
@@ -129,14 +129,15 @@ class _Search:
         return replace(base, execution_provider=self._wishes.provider, instance_kind=self._kind, graph_capture="off")
 
     def _set_ranges(self) -> None:
-        known = {spec.name: spec for spec in self._inputs}
-        for name, (low, high) in index_ranges(self._model).items():
-            if name in known:
-                self._ranges[name] = f"{low}..{high}"
-                self._decisions["value ranges"] = f"{name}={low}..{high}, the rows of the table that it looks up"
+        """What the user says, else what the graph says of inputs that are indices."""
         for part in filter(None, (part.strip() for part in self._wishes.value_ranges.split(";"))):
             name, _, text = part.partition("=")
             self._ranges[name.strip()] = text.strip()
+        known = {spec.name for spec in self._inputs} - self._ranges.keys()
+        for name, (low, high) in index_ranges(self._model).items():
+            if name in known:
+                self._ranges[name] = f"{low}..{high}"
+                self._said_of_ranges.append(f"{name}={low}..{high}, the rows of the table that it looks up")
 
     def _wanted_batch(self) -> tuple[int, str]:
         """The max_batch_size to try, and why it is 0."""
@@ -146,11 +147,7 @@ class _Search:
             return wish, "as asked" if wish == 0 else ""
         return (0, reason) if reason else (DEFAULT_MAX_BATCH_SIZE, "")
 
-    def _config(
-        self,
-        max_batch_size: int,
-        buckets: Mapping[str, tuple[int, ...]],
-    ) -> pbtxt.TritonConfig:
+    def _config(self, max_batch_size: int, buckets: Mapping[str, tuple[int, ...]]) -> pbtxt.TritonConfig:
         """The config to try: requests of different sizes may share a batch wherever a size is dynamic."""
         config = pbtxt.TritonConfig(name=self._wishes.name, backend="ortgraph", max_batch_size=max_batch_size)
         if max_batch_size:
@@ -179,8 +176,11 @@ class _Search:
         config = self._config(max_batch_size, buckets)
         return Proposal(config, *_preflight(config, self._path, self._kind))
 
-    def _range_hint(self) -> str:
-        """Whole numbers without a known range are the usual cause of what cannot be proven."""
+    def _hint(self, tried: Proposal) -> str:
+        """What usually helps: sizes where no trial ran, ranges where whole numbers were drawn at random."""
+        sizes = [dim.name for dim in tried.signature.dims[1:] if dim.name not in tried.ladders]
+        if sizes and any("no trial run succeeded" in note for note in tried.findings.notes):
+            return f"; name sizes that the model takes: --buckets '{sizes[0]}=SIZE,SIZE'"
         names = [s.name for s in self._inputs if s.dtype.storage.kind in "iu" and s.name not in self._ranges]
         return f"; if its values lie in a range, say so: --value-ranges '{names[0]}=LOW..HIGH'" if names else ""
 
@@ -197,9 +197,8 @@ class _Search:
         self._ranges |= dict.fromkeys(masks, "0..1")
         again = self._try(max_batch_size, wished)
         if sum(again.findings.padded) > sum(tried.findings.padded):
-            said = self._decisions.get("value ranges", "")
-            found = f"{'; '.join(f'{name}=0..1' for name in masks)}, with which padding is proven"
-            self._decisions["value ranges"] = f"{said}; {found}" if said else found
+            found = ", ".join(f"{name}=0..1" for name in masks)
+            self._said_of_ranges.append(f"{found}, with which padding is proven")
             return again
         self._ranges = before
         return tried
@@ -253,7 +252,9 @@ class _Search:
         if alone := [note for note in findings.notes if note.startswith("requests with ")]:
             decisions["alone"] = "; ".join(alone)
         decisions["captured"] = self._captured()
-        proposal.decisions = {**decisions, **self._decisions}
+        if self._said_of_ranges:
+            decisions["value ranges"] = "; ".join(self._said_of_ranges)
+        proposal.decisions = decisions
 
     def _padded(self, proposal: Proposal, max_batch_size: int) -> str:
         offset = 1 if max_batch_size else 0
