@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from onnx import helper
 from typer.testing import CliRunner
 
 from ortgraph.cli import app
-from ortgraph.cli.doctor import Finding, _cuda_pool, _Need, _shared_memory
+from ortgraph.cli.doctor import Finding, _cuda_pool, _Need, _shared_memory, _unused_regions
 from ortgraph.cli.proposal import instance_kind
 from ortgraph.server import ROOT
 from tests import toys
@@ -187,19 +188,23 @@ def test_few_open_files_are_a_warning() -> None:
     assert about(found, "open files") == [("warning", "at most 512, so fewer connections than that")]
 
 
-def test_memory_of_a_server_that_ended_is_found() -> None:
-    """server-7481: regions stay in /dev/shm when a server is killed."""
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    region = Path(f"/dev/shm/ortgraph_{ended.pid}_test_of_doctor")
-    region.write_bytes(bytes(8192))
+def test_memory_of_a_server_that_was_killed_is_found() -> None:
+    """server-7481: regions stay in /dev/shm when a server is killed. One that a process maps is not among them."""
+    left, used = (Path(f"/dev/shm/ortgraph_{os.getpid()}_test_of_doctor_{kind}") for kind in ("left", "used"))
+    for region in (left, used):
+        region.write_bytes(bytes(8192))
     try:
-        _, findings = run()
-        found = next(finding for finding in findings if "of servers that ended" in finding.text)
-        assert found.level == "warning"
-        assert f"/dev/shm/ortgraph_{ended.pid}_*" in found.mend
+        with used.open("rb") as file, mmap.mmap(file.fileno(), 8192, access=mmap.ACCESS_READ):
+            found = _unused_regions(Path("/dev/shm"))
+            _, findings = run()
+        assert left in found
+        assert used not in found
+        finding = next(finding for finding in findings if "that no process here uses" in finding.text)
+        assert finding.level == "warning"
+        assert f"/dev/shm/ortgraph_{os.getpid()}_*" in finding.mend
     finally:
-        region.unlink()
+        left.unlink()
+        used.unlink()
 
 
 def need(instances: int, batch_bytes: int, kind: str = "CPU") -> Any:
@@ -210,9 +215,9 @@ def test_shared_memory_and_the_cuda_pool_against_what_models_need() -> None:
     """server-3678, server-7148: too little /dev/shm; outputs that fill the CUDA pool come back empty."""
     sizes = os.statvfs("/dev/shm")
     free = sizes.f_frsize * sizes.f_bavail
-    assert [f.level for f in _shared_memory([need(1, 1000)]) if "ended" not in f.text] == ["ok"]
-    assert [f.level for f in _shared_memory([need(1, free * 3 // 4)]) if "ended" not in f.text] == ["warning"]
-    assert [f.level for f in _shared_memory([need(2, free)]) if "ended" not in f.text] == ["failure"]
+    assert [f.level for f in _shared_memory([need(1, 1000)]) if "no process" not in f.text] == ["ok"]
+    assert [f.level for f in _shared_memory([need(1, free * 3 // 4)]) if "no process" not in f.text] == ["warning"]
+    assert [f.level for f in _shared_memory([need(2, free)]) if "no process" not in f.text] == ["failure"]
     assert list(_cuda_pool([need(9, 1 << 40)])) == []
     assert [f.level for f in _cuda_pool([need(2, 1 << 20, "GPU")])] == ["ok"]
     (found,) = _cuda_pool([need(2, 40 << 20, "GPU")])

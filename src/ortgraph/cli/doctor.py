@@ -52,7 +52,7 @@ _SMALL_SHM_BYTES = 64 << 20  # Docker's default
 _STUB_SHM_BYTES = 1 << 20  # shm-default-byte-size
 _FEW_FILES = 4096
 _OURS = "from ortgraph.backend import TritonPythonModel"
-_REGION = re.compile(r"ortgraph_(\d+)_")
+_REGION = re.compile(r"ortgraph_\d+_|triton_\w+_backend_shm_region_")
 
 
 @dataclass(frozen=True)
@@ -348,15 +348,22 @@ def _shared_memory(needs: list[_Need]) -> Iterator[Finding]:
         yield Finding("/dev/shm", WARNING, f"{said}; regions grow and never shrink", mend)
     else:
         yield Finding("/dev/shm", OK, said)
-    ended = [path for path in shm.glob("ortgraph_*") if (owner := _REGION.match(path.name)) and _is_gone(int(owner[1]))]
-    if ended:
-        used = sum(path.stat().st_blocks * 512 for path in ended)
-        names = " ".join(sorted({f"/dev/shm/{_REGION.match(path.name)[0]}*" for path in ended}))  # type: ignore[index]
-        yield Finding("/dev/shm", WARNING, f"{len(ended)} regions ({_mb(used)}) of servers that ended", f"rm {names}")
+    unused = _unused_regions(shm)
+    if unused:
+        used = sum(path.stat().st_blocks * 512 for path in unused)
+        text = f"{len(unused)} regions ({_mb(used)}) that no process here uses: of servers that were killed"
+        names = " ".join(sorted({f"{shm}/{_REGION.match(path.name)[0]}*" for path in unused}))  # type: ignore[index]
+        yield Finding("/dev/shm", WARNING, text, f"with no server running, in no container either: rm {names}")
 
 
-def _is_gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
+def _unused_regions(shm: Path) -> list[Path]:
+    """The shared memory of Python stubs, this user's, that no process maps."""
+    regions = [path for path in shm.iterdir() if _REGION.match(path.name) and path.stat().st_uid == os.getuid()]
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            mapped |= set(re.findall(rf"{shm}/(\S+)", maps.read_text(errors="replace")))
+    return [path for path in regions if path.name not in mapped]
 
 
 def _cuda_pool(needs: list[_Need]) -> Iterator[Finding]:
