@@ -13,7 +13,7 @@ from . import pbtxt
 from .console import console
 from .files import CommandError, copy_model, load_model, new_folder, reported
 from .progress import steps
-from .proposal import Proposal, Wishes, check, propose
+from .proposal import Proposal, Wishes, check_copy, propose
 
 ModelFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="The ONNX file.", show_default=False)]
 Repository = Annotated[Path, typer.Option("--repository", "-m", help="The model repository; made if it is not there.")]
@@ -57,8 +57,8 @@ def add(
             (folder / "config.pbtxt").write_text(pbtxt.text(proposal.config), encoding="utf-8")
             step("copying the model")
             copy_model(model, version / "model.onnx")
-            step("the check of the serving process")
-            notes = check(pbtxt.read(folder / "config.pbtxt"), version / "model.onnx")
+            step("checking the copy")
+            notes = check_copy(proposal, version / "model.onnx")
     _report(proposal, notes, repository, target, as_json)
 
 

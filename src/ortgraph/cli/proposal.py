@@ -46,13 +46,17 @@ class Wishes:
 
 @dataclass
 class Proposal:
-    """A config, what was found of the model with it, and one line a decision: what it is about -> what and why."""
+    """A config, what was found of the model with it, and one line a decision: what it is about -> what and why.
+
+    `is_tried` says that the preflight ran with just this config, so that another one would find the same.
+    """
 
     config: pbtxt.TritonConfig
     signature: Signature
     findings: Findings
     ladders: dict[str, tuple[int, ...]]
     decisions: dict[str, str] = field(default_factory=dict)
+    is_tried: bool = True
 
 
 def instance_kind() -> str:
@@ -230,9 +234,11 @@ class _Search:
             if is_padded and not (max_batch_size and place == 0)
         }
         for entry in proposal.config.input:
-            if entry.name not in padded:
+            if entry.allow_ragged_batch and entry.name not in padded:
                 entry.ClearField("allow_ragged_batch")
+                proposal.is_tried = False
         pbtxt.set_parameter(proposal.config, "graph_capture", "")
+        proposal.is_tried &= not self._can_capture()
         if self._can_capture() and any(dim.name not in proposal.ladders for dim in dims[1 if max_batch_size else 0 :]):
             pbtxt.set_parameter(proposal.config, "captures_on_demand", _CAPTURES_ON_DEMAND)
         return proposal
@@ -297,6 +303,18 @@ def _thinned(ladders: Mapping[str, tuple[int, ...]], batch_sizes: int) -> dict[s
             break
         thinned[longest] = thinned[longest][::-1][::2][::-1]
     return thinned
+
+
+def check_copy(proposal: Proposal, path: Path) -> list[str]:
+    """What `check` says of the proposal's model in its place; where all of it was tried, it only has to open there.
+
+    Raises:
+        LoadError: it cannot be served.
+    """
+    if not proposal.is_tried:
+        return check(proposal.config, path)
+    open_provider(pbtxt.settings(proposal.config, path, kind=instance_kind())).close()
+    return proposal.findings.notes
 
 
 def check(config: pbtxt.TritonConfig, path: Path, kind: str = "") -> list[str]:
