@@ -158,6 +158,21 @@ def test_a_mask_is_taken_for_one_where_that_proves_padding(tmp_path: Path) -> No
     assert all(entry.allow_ragged_batch for entry in config_of(said).input)
 
 
+@pytest.mark.parametrize("first", ["batch", 2])
+def test_a_weight_that_may_be_overridden_is_optional(tmp_path: Path, first: str | int) -> None:
+    """In a batched model it has no rows, so it stays what it is."""
+    inputs = [("x", F32, [first, 4]), ("scale", F32, [4])]
+    weights = {"scale": np.arange(4, dtype=np.float32)}
+    made = model([helper.make_node("Mul", ["x", "scale"], ["y"])], inputs, [("y", F32, [first, 4])], weights)
+    said = add(toys.save(made, tmp_path), tmp_path / "models", "--name", "toy")
+    entries = [(entry.name, entry.optional) for entry in config_of(said).input]
+    assert entries == ([("x", False)] if first == "batch" else [("x", False), ("scale", True)])
+    folder = Path(said["directory"])
+    engine = Engine.load(pbtxt.settings(config_of(said), folder / "1" / "model.onnx"))
+    feed = {"x": np.ones((2, 4), np.float32)}
+    np.testing.assert_array_equal(engine.run(feed)["y"], feed["x"] * weights["scale"])
+
+
 def test_wishes_are_kept(tmp_path: Path) -> None:
     said = add(
         toys.save(toys.encoder(), tmp_path), tmp_path / "models", "--name", "toy", "--max-batch-size", "4",

@@ -158,7 +158,9 @@ class _Search:
             config.dynamic_batching.SetInParent()
         first = 1 if max_batch_size else 0
         for spec in self._inputs:
-            entry = config.input.add(**_entry(spec, 0 if first and _has_no_rows(spec) else first))
+            if max_batch_size and _has_no_rows(spec):
+                continue  # Triton would ask for a batch axis; it keeps the value that the model gives it
+            entry = config.input.add(**_entry(spec, first))
             is_dynamic = any(not isinstance(size, int) for size in spec.shape[first:])
             if max_batch_size and is_dynamic:
                 entry.allow_ragged_batch = True
