@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from onnx import helper
 from typer.testing import CliRunner
 
 from ortgraph.cli import app
@@ -31,6 +32,7 @@ NAMES = (
     "magika",
     "int4",
     "table",
+    "lengths",
     "external",
 )
 ROUNDS = 20  # a quick model may answer each request before the next has come
@@ -48,9 +50,17 @@ class Case:
     tolerance: float = 1e-4
 
 
+def lengths() -> onnx.ModelProto:
+    """y = x * l, one number a row: `l` is [batch], for which Triton's clients send [batch, 1]."""
+    nodes = [helper.make_node("Unsqueeze", ["l", "one"], ["c"]), helper.make_node("Mul", ["x", "c"], ["y"])]
+    inputs = [("x", toys.F32, ["batch", "n"]), ("l", toys.F32, ["batch"])]
+    return toys.model(nodes, inputs, [("y", toys.F32, ["batch", "n"])], {"one": np.array([1])})
+
+
 def cases(folder: Path) -> dict[str, Case]:
     int4, large = folder / "int4.onnx", folder / "large.onnx"
     onnx.save(toys.encoder(), folder / "table.onnx")
+    onnx.save(lengths(), folder / "lengths.onnx")
     onnx.save(real.int4_encoder(), int4)
     onnx.save(real.int4_encoder(), large, save_as_external_data=True, location="large.bin")
     state = RNG.uniform(-1, 1, (2, 1, 128)).astype(np.float32)
@@ -71,6 +81,7 @@ def cases(folder: Path) -> dict[str, Case]:
         ),
         "int4": Case(int4, 32, [tokens(1, 5, vocabulary, 1), tokens(3, 20, vocabulary, 2)]),
         "table": Case(folder / "table.onnx", 32, [{"ids": np.array([[1, 49]]), "mask": np.array([[1, 1]])}]),
+        "lengths": Case(folder / "lengths.onnx", 32, [{"x": sound.reshape(2, 288), "l": state[0, 0, :2, None]}]),
         "external": Case(large, 32, [tokens(2, 9, vocabulary, 3)]),
     }
 
@@ -136,8 +147,9 @@ def assert_close(got: Answer, wanted: Feed, tolerance: float) -> None:
 
 
 def answer_of(case: Case, feed: Feed) -> Feed:
-    """Plain onnxruntime takes a scalar where Triton has one element."""
-    return plain(case.file, {name: array.reshape(()) if name == "sr" else array for name, array in feed.items()})
+    """Plain onnxruntime takes a scalar where Triton has one element, and a number a row where Triton has [rows, 1]."""
+    shapes = {"sr": (), "l": (-1,)}
+    return plain(case.file, {name: array.reshape(shapes.get(name, array.shape)) for name, array in feed.items()})
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -166,6 +166,8 @@ class _Search:
                 entry.allow_ragged_batch = True
             if not spec.is_required:
                 entry.optional = True
+            if max_batch_size and len(spec.shape) == 1:
+                entry.reshape.SetInParent()  # one number a row: clients send [rows, 1], the model takes [rows]
         for spec in self._outputs:
             config.output.add(**_entry(spec, first))
         for key, value in (
