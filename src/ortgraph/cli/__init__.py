@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import typer
 
+from .add import add
+from .convert import convert
+from .doctor import doctor
 from .fetch import fetch
+from .inspect import inspect
 from .serve import serve
 
 app = typer.Typer(
@@ -13,5 +17,9 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
+app.command()(add)
+app.command()(inspect)
+app.command()(convert)
 app.command()(serve)
+app.command()(doctor)
 app.command()(fetch)

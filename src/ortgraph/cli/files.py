@@ -55,7 +55,7 @@ def load_model(path: Path, *, with_data: bool = True) -> onnx.ModelProto:
         with_data: read the external data files too.
 
     Raises:
-        CommandError: it is not there, not an ONNX file, or its external data is missing.
+        CommandError: it is not there, not an ONNX file, or its external data is missing or outside its folder.
     """
     if not path.is_file():
         raise CommandError(f"there is no file {path}")
@@ -65,7 +65,11 @@ def load_model(path: Path, *, with_data: bool = True) -> onnx.ModelProto:
         raise CommandError(f"{path} is not an ONNX file") from error
     if not model.HasField("graph") or not model.graph.output:
         raise CommandError(f"{path} is not an ONNX file: it holds no graph")
-    missing = [name for name in external_files(model) if not (path.parent / name).is_file()]
+    names = external_files(model)
+    outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
+    if outside:
+        raise CommandError(f"{path} names external data outside its folder: {outside[0]}; put it beside the model")
+    missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise CommandError(f"{path} needs its external data file {missing[0]} beside it")
     if with_data:
@@ -87,6 +91,20 @@ def external_files(model: onnx.ModelProto) -> list[str]:
 
 
 @contextlib.contextmanager
+def _parents(target: Path) -> Iterator[None]:
+    """The folders above `target`, made if need be; those made are gone again when the block fails."""
+    made = [folder for folder in target.parents if not folder.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for folder in made:
+            with contextlib.suppress(OSError):  # not empty, or never made
+                folder.rmdir()
+        raise
+
+
+@contextlib.contextmanager
 def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
     """A folder to fill that becomes `target` in one step at the end, or is gone whatever else happens.
 
@@ -95,8 +113,7 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
     """
     if target.exists() and not force:
         raise CommandError(f"{target} is there already; --force replaces it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as work:
+    with _parents(target), tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as work:
         folder = Path(work) / "new"
         folder.mkdir()
         yield folder
@@ -116,8 +133,7 @@ def new_file(target: Path, *, force: bool) -> Iterator[Path]:
     """
     if target.exists() and not force:
         raise CommandError(f"{target} is there already; --force replaces it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as work:
+    with _parents(target), tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as work:
         path = Path(work) / target.name
         yield path
         for written in sorted(Path(work).iterdir(), key=lambda file: file == path):
