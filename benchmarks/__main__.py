@@ -14,8 +14,8 @@ from benchmarks import documents, machine, report, workload
 from benchmarks.rounds import Load, Plan, serve_and_measure
 from benchmarks.summary import summarise
 from benchmarks.targets import BenchmarkError, prepare
-from benchmarks.wire import Shot, encode
 from loadtest.samples import LoadTestError, build_pool
+from loadtest.wire import Shot, encode
 from ortgraph.errors import OrtgraphError
 
 app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, rich_markup_mode=None)

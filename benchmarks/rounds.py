@@ -18,9 +18,9 @@ import psutil
 
 from benchmarks.loader import Job, LoadProcesses, Measurement
 from benchmarks.targets import BenchmarkError, Target
-from benchmarks.wire import Shot
 from loadtest import server_metrics
 from loadtest.lengths import Lengths
+from loadtest.wire import Shot
 from ortgraph.server import TritonServer
 
 

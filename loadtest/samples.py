@@ -48,6 +48,7 @@ def build_pool(
     rows: int = 1,
     version: str = "1",
     texts: Path | None = None,
+    images: Path | None = None,
     seed: int = 0,
     is_gpu: bool = False,
     progress: Callable[[], None] = lambda: None,
@@ -57,10 +58,11 @@ def build_pool(
     Args:
         lengths: the size of every dynamic dimension except the batch.
         texts: a file with one text a line to send instead of random ids; needs the model's tokenizer.json.
+        images: a folder of images to send instead of random values.
         progress: called after each sample.
 
     Raises:
-        LoadTestError: the model or the texts are not there, or the model has an input of another kind.
+        LoadTestError: the model, texts or images are not there, or the model has an input of another kind.
     """
     path = model_folder / version / "model.onnx"
     if not path.is_file():
@@ -69,9 +71,9 @@ def build_pool(
         )
     # Where there is a GPU, an eager run on it: in half precision a CPU is slow.
     session = ort.InferenceSession(str(path), providers=["CUDAExecutionProvider", "CPUExecutionProvider"][not is_gpu :])
-    if texts is not None:
-        feeds = text_feeds(model_folder / "tokenizer.json", texts)
-        inputs = [feeds[i % len(feeds)] for i in range(count)]
+    if texts is not None or images is not None:
+        feeds = text_feeds(model_folder / "tokenizer.json", texts) if texts else image_feeds(session, images or Path())
+        inputs = [{name: np.repeat(array, rows, axis=0) for name, array in feed.items()} for feed in feeds[:count]]
     else:
         rng = random.Random(seed)
         inputs = [random_feed(session, rows, lengths.draw(rng), rng.getrandbits(32)) for _ in range(count)]
@@ -119,3 +121,30 @@ def text_feeds(tokenizer_path: Path, texts: Path) -> Sequence[dict[str, Array]]:
     tokenizer.no_padding()
     rows = [np.array([encoding.ids], dtype=np.int64) for encoding in tokenizer.encode_batch(lines)]
     return [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in rows]
+
+
+def image_feeds(session: ort.InferenceSession, folder: Path) -> Sequence[dict[str, Array]]:
+    """One feed for each image: RGB from -1 to 1, scaled to the height and width that the model fixes.
+
+    Where the model leaves one of them open, the image keeps its aspect; where it leaves both, its size.
+    """
+    from PIL import Image, UnidentifiedImageError  # only needed with --images
+
+    inputs = session.get_inputs()
+    if len(inputs) != 1 or inputs[0].type != "tensor(float)" or len(inputs[0].shape) != 4:
+        raise LoadTestError("images need a model with one input, float [batch, 3, height, width]")
+    height, width = (size if isinstance(size, int) else None for size in inputs[0].shape[2:])
+    feeds = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        try:
+            with Image.open(path) as opened:
+                image = opened.convert("RGB")
+        except (UnidentifiedImageError, OSError):
+            continue
+        high = height or (round(image.height * width / image.width) if width else image.height)
+        wide = width or max(1, round(image.width * high / image.height))
+        pixels = np.asarray(image.resize((wide, max(high, 1))), dtype=np.float32)
+        feeds.append({inputs[0].name: np.ascontiguousarray(pixels.transpose(2, 0, 1)[None] / 127.5 - 1)})
+    if not feeds:
+        raise LoadTestError(f"{folder} must be a folder with images, but none can be read there")
+    return feeds

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.loader import Job, run
-from benchmarks.wire import Shot, encode
 from loadtest.lengths import Lengths
 from loadtest.samples import build_pool
+from loadtest.wire import Shot, encode
 from ortgraph.server import ROOT, TritonServer
 
 MODEL = "text_embedding"
