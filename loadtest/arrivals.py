@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import random
 import time
@@ -25,11 +26,15 @@ def due_times(
     """
     rng = random.Random(f"{seed}/{index}")
     for stage in plan:
-        gap_s = count / stage.level
-        at_s = stage.start_s + (rng.expovariate(1 / gap_s) if is_poisson else index / stage.level)
-        while at_s < stage.end_s:
+        at_s = stage.start_s
+        for number in itertools.count():
+            if is_poisson:
+                at_s += rng.expovariate(stage.level / count)
+            else:  # by multiplication: what is added up drifts
+                at_s = stage.start_s + (index + number * count) / stage.level
+            if at_s >= stage.end_s:
+                break
             yield at_s
-            at_s += rng.expovariate(1 / gap_s) if is_poisson else gap_s
 
 
 class _Timespec(ctypes.Structure):

@@ -72,6 +72,7 @@ class InferUser(User):  # type: ignore[misc]  # Locust's User is untyped
             if not self.due_s:
                 return  # Locust's first turn, before the first wait
             self.timer.wait_until(self.due_s)
+            self.recorder.sent(self.due_s)
         number = random.randrange(len(self.pool))
         error: Exception | None = None
         answer: Any = None
@@ -81,6 +82,11 @@ class InferUser(User):  # type: ignore[misc]  # Locust's User is untyped
         except Exception as caught:  # whatever went wrong is this request's failure, not the user's end
             error = FailedRequestError(str(caught) or type(caught).__name__)
             error.__cause__ = caught
+        except gevent.GreenletExit:
+            # After Locust's stop timeout. A younger one was sent just when Locust stopped the user.
+            if time.perf_counter() - sent_s > 0.9 * self.environment.stop_timeout:
+                self.recorder.samples.fail("no answer came until the test ended", sent_s - self.recorder.start_s)
+            raise
         end_s = time.perf_counter()
         due_s = self.due_s if self.is_open else sent_s
         outputs: Mapping[str, Array | None] = {}

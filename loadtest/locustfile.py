@@ -16,7 +16,7 @@ from loadtest.grpc_user import InferGrpcUser
 from loadtest.http_user import InferHttpUser
 from loadtest.monitor import Monitor, metrics_url
 from loadtest.options import add_arguments
-from loadtest.recorder import recorder
+from loadtest.recorder import STOP_TIMEOUT_S, recorder
 from loadtest.result import summarise
 from loadtest.samples import LoadTestError
 from loadtest.shared_memory_user import InferCudaSharedMemoryUser, InferSystemSharedMemoryUser
@@ -28,6 +28,7 @@ def prepare(environment: Environment, **_: Any) -> None:
     """Compute the right answers before Locust's clock starts, and keep every sample from then on."""
     found = recorder(environment)
     found.listen()
+    environment.stop_timeout = max(environment.stop_timeout, STOP_TIMEOUT_S)
     is_worker, is_master = (isinstance(environment.runner, kind) for kind in (WorkerRunner, MasterRunner))
     if not is_master:
         try:

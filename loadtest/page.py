@@ -8,7 +8,7 @@ from typing import Any
 
 from loadtest import plots
 from loadtest.percentiles import Latency
-from loadtest.report import ENOUGH_BEYOND, notes
+from loadtest.report import ENOUGH_BEYOND, milliseconds, notes
 from loadtest.result import Result
 
 _STYLE = """
@@ -83,9 +83,9 @@ def _where(result: Result) -> str:
 def _tiles(result: Result) -> str:
     latency, failed = result.latency, sum(result.failures.values())
     tiles = [
-        (f"{latency.p50_ms:.1f}", "P50, ms"),
-        (f"{latency.p99_ms:.1f}", "P99, ms"),
-        (f"{latency.p99_9_ms:.1f}", "P99.9, ms"),
+        (milliseconds(latency.p50_ms), "P50, ms"),
+        (milliseconds(latency.p99_ms), "P99, ms"),
+        (milliseconds(latency.p99_9_ms), "P99.9, ms"),
         (f"{result.throughput_rps:.1f}", "right answers/s"),
         (f"{latency.count}", "right answers"),
         (f"{failed}", "failures"),
@@ -114,7 +114,7 @@ def _search(trials: Sequence[dict[str, Any]]) -> str:
         (
             f"{trial['rate']:.1f}",
             f"{trial['throughput_rps']:.1f}",
-            f"{trial['p99_ms']:.1f}",
+            milliseconds(trial["p99_ms"]),
             str(trial["failures"]),
             "held" if trial["held"] else "not held",
         )
@@ -162,8 +162,10 @@ def _latency(latency: Latency) -> Iterable[str]:
         (99.9, latency.p99_9_ms),
     ):
         beyond = int(latency.count * (100 - percent) / 100)
-        yield f"{value_ms:.1f}" if beyond >= ENOUGH_BEYOND or percent < 99 else f"{value_ms:.1f} ({max(beyond, 1)})"
-    yield f"{latency.max_ms:.1f}"
+        text = milliseconds(value_ms)
+        is_weak = percent >= 99 and latency.count and beyond < ENOUGH_BEYOND
+        yield f"{text} ({max(beyond, 1)})" if is_weak else text
+    yield milliseconds(latency.max_ms)
 
 
 def _server(result: Result) -> str:
@@ -174,7 +176,7 @@ def _server(result: Result) -> str:
     rows = (
         (
             stage.name,
-            *(f"{getattr(server, name):.2f}" for name in plots.SPLIT.values()),
+            *(milliseconds(getattr(server, name)) for name in plots.SPLIT.values()),
             str(server.requests),
             str(server.executions),
             f"{server.requests / server.executions:.1f}" if server.executions else "",

@@ -93,8 +93,8 @@ def load_curve(axes: Any, theme: Theme, result: Result) -> None:
     for colour, (label, values) in zip(
         theme.series,
         {
-            "P99": [stage.latency.p99_ms for stage in result.stages],
             "P50": [stage.latency.p50_ms for stage in result.stages],
+            "P99": [stage.latency.p99_ms for stage in result.stages],
         }.items(),
         strict=False,
     ):

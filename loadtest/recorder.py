@@ -6,6 +6,7 @@ Locust's own statistics round response times; a worker therefore sends its sampl
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from array import array
 from collections.abc import Iterator, Mapping
@@ -19,9 +20,12 @@ from locust.runners import MasterRunner, WorkerRunner
 from loadtest.arrivals import due_times
 from loadtest.stages import Stage, endless
 
-NEVER_SENT = "never sent: every user still waited for an answer when the request was due"
+NEVER_SENT = "never sent: all users waited for answers until the test ended"
 _START, _SAMPLES, _READY = "loadtest_start", "loadtest_samples", "loadtest_ready"
+_DRAINED, _FINISH = "loadtest_drained", "loadtest_finish"
 _READY_TIMEOUT_S = 120.0
+_GRACE_S = 5.0  # for messages
+STOP_TIMEOUT_S = 5.0  # for answers that are on their way when a test ends
 _KINDS = 50  # more different messages than this are counted together
 
 
@@ -72,8 +76,11 @@ class Recorder:
         self.start_s = 0.0
         self.stop_s = 0.0  # 0 while the test runs
         self._arrivals: Iterator[float] | None = None
+        self._held: set[float] = set()  # taken, not yet sent
         self._share = (0, 1)
         self._ready: set[str] = set()  # workers that have made their requests
+        self._drained: set[str] = set()  # those that have sent all that was due
+        self._finished: set[str] = set()  # those that have stopped, and told their last samples
         self._cpu_start_s = 0.0
         events = environment.events
         events.test_start.add_listener(self._on_start)
@@ -86,10 +93,13 @@ class Recorder:
         """Take the messages of the other processes; call it when the environment has its runner."""
         runner = self.environment.runner
         if isinstance(runner, MasterRunner):
-            runner.register_message(_SAMPLES, lambda msg, **_: self._on_worker_report(msg.node_id, msg.data))
+            runner.register_message(_SAMPLES, lambda msg, **_: self._on_last_report(msg.node_id, msg.data))
+            self.environment.events.test_stopping.add_listener(self._gather)
             runner.register_message(_READY, lambda msg, **_: self._ready.add(msg.node_id))
+            runner.register_message(_DRAINED, lambda msg, **_: self._drained.add(msg.node_id))
         elif isinstance(runner, WorkerRunner):
             runner.register_message(_START, lambda msg, **_: self._on_told(msg.data))
+            runner.register_message(_FINISH, lambda msg, **_: runner.stop())
 
     def ready(self) -> None:
         """Tell the master that this worker can start: it waits for all, so that their clocks agree."""
@@ -100,10 +110,37 @@ class Recorder:
         """Since the test's start, until now or its end."""
         return (self.stop_s or time.perf_counter()) - self.start_s
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether everything that the open loop's stages asked for was sent."""
+        return len(self._drained) >= int(self.environment.runner.worker_count)
+
     def take(self) -> float | None:
-        """The perf_counter moment of the next request that is due in this process; None when there is no more."""
+        """The perf_counter moment of the next request that is due in this process; None when there is no more.
+
+        Whoever takes it calls `sent` with it when it sends.
+        """
         due_s = next(self._arrivals, None) if self._arrivals is not None else None
-        return None if due_s is None else self.start_s + due_s
+        if due_s is None:
+            self._arrivals = None
+            self._note_drained()
+            return None
+        self._held.add(self.start_s + due_s)
+        return self.start_s + due_s
+
+    def sent(self, due_s: float) -> None:
+        """What was taken is being sent."""
+        self._held.discard(due_s)
+        if self._arrivals is None:
+            self._note_drained()
+
+    def _note_drained(self) -> None:
+        if self._held or self._drained:
+            return
+        self._drained.add("this process")
+        runner = self.environment.runner
+        if isinstance(runner, WorkerRunner):
+            runner.send_message(_DRAINED)
 
     def finish(self) -> None:
         """Count what was due until now and could not be sent. Twice is safe."""
@@ -111,15 +148,20 @@ class Recorder:
             return
         self.stop_s = time.perf_counter()
         self._note_cpu()
-        for due_s in self._arrivals or ():
+        held = sorted(due_s - self.start_s for due_s in self._held)
+        for due_s in itertools.chain(held, self._arrivals or ()):
             if due_s > self.elapsed_s:
                 break
             self.samples.fail(NEVER_SENT, due_s)
         self._arrivals = None
+        self._held.clear()
 
     def _on_start(self, **_: Any) -> None:
         runner, parsed = self.environment.runner, self.environment.parsed_options
         self.samples, self.cpu_s, self.stop_s = Samples(), {}, 0.0
+        self._held.clear()
+        self._drained.clear()
+        self._finished.clear()
         if not isinstance(runner, WorkerRunner):
             shape = self.environment.shape_class
             level = parsed.rate if parsed.rate > 0 else runner.target_user_count
@@ -168,6 +210,20 @@ class Recorder:
             data: dict[str, Any] = {}
             self._on_report(runner.client_id, data)
             runner.send_message(_SAMPLES, data)
+
+    def _gather(self, **_: Any) -> None:
+        """Stop the workers' users and wait for their last samples: Locust, when it quits, waits half a second only."""
+        runner = self.environment.runner
+        clients = [client.id for client in runner.clients.all]
+        for client in clients:
+            runner.send_message(_FINISH, client_id=client)
+        with gevent.Timeout(self.environment.stop_timeout + _GRACE_S, False):
+            while not self._finished.issuperset(clients):
+                gevent.sleep(0.02)
+
+    def _on_last_report(self, client_id: str, data: Mapping[str, Any]) -> None:
+        self._on_worker_report(client_id, data)
+        self._finished.add(client_id)
 
     def _note_cpu(self) -> None:
         if not isinstance(self.environment.runner, MasterRunner):

@@ -23,7 +23,9 @@ ENOUGH_BEYOND = 10
 
 def to_json(result: Result, **more: Any) -> str:
     """The result's fields and `more`; latencies in milliseconds, NaN (nothing measured) as null."""
-    return json.dumps(_without_nan({**asdict(result), "passed": result.passed, **more}), indent=2)
+    return json.dumps(
+        _without_nan({**asdict(result), "passed": result.passed, "notes": notes(result), **more}), indent=2
+    )
 
 
 def _without_nan(value: Any) -> Any:
@@ -112,7 +114,7 @@ def show(console: Console, result: Result) -> None:
             steps.add_row(stage.name, f"{stage.offered:.4g}", *cells[:3], *cells[4:6], cells[7])
         console.print(steps)
         if result.knee is not None:
-            console.print(f"knee: latency rises steeply from {result.knee:.4g} {unit} on")
+            console.print(f"knee: {result.knee:.4g} {unit}; beyond it latency grows faster than throughput")
     _show_split(console, result)
     if result.bucket_hits:
         hits = _table("bucket hits", "bucket", "groups", "share")
@@ -143,18 +145,25 @@ def _show_split(console: Console, result: Result) -> None:
         *("queue", "compute input", "compute infer", "compute output", "network, client"),
     )
     values = (server.queue_ms, server.compute_input_ms, server.compute_infer_ms, server.compute_output_ms)
-    table.add_row(*(f"{value:.2f}" for value in (*values, server.network_and_client_ms)))
+    table.add_row(*(milliseconds(value) for value in (*values, server.network_and_client_ms)))
     console.print(table)
 
 
 def _cells(latency: Latency, throughput_rps: float, failed: int) -> Sequence[str]:
     times = (latency.p50_ms, latency.p90_ms, latency.p99_ms, latency.p99_9_ms, latency.max_ms)
     return [
-        *(f"{value_ms:.2f}" for value_ms in times),
+        *(milliseconds(value_ms) for value_ms in times),
         f"{throughput_rps:.1f}",
         str(latency.count),
         f"[bold red]{failed}[/]" if failed else "0",
     ]
+
+
+def milliseconds(value_ms: float) -> str:
+    """With so many digits as mean something; "-" where nothing was measured."""
+    if math.isnan(value_ms):
+        return "-"
+    return f"{value_ms:.{2 if value_ms < 100 else 1 if value_ms < 1000 else 0}f}"
 
 
 def _table(title: str, *headings: str) -> Table:

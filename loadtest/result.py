@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 from benchmarks import machine
 from loadtest import gate, server_metrics
 from loadtest.gate import Check
+from loadtest.knee import knee
 from loadtest.monitor import GpuReading, Monitor
 from loadtest.options import Requests
 from loadtest.percentiles import Latency, percentile
@@ -193,7 +193,9 @@ def summarise(
         service=Latency.of(service_ms),
         failures=failures,
         stages=stages,
-        knee=knee([(stage.offered, stage.latency.p99_ms) for stage in stages]) if parsed.shape == "steps" else None,
+        knee=knee([(stage.offered, stage.throughput_rps, stage.latency.p99_ms) for stage in stages])
+        if parsed.shape == "steps"
+        else None,
         bucket_hits=_bucket_hits(monitor, parsed.model),
         padding_share=_padding_share(monitor, parsed.model),
         gpus=monitor.gpus,
@@ -252,7 +254,7 @@ def _server_times(before: Series, after: Series, model: str, client_ms: float) -
         for name in ("queue", "compute_input", "compute_infer", "compute_output")
     )
     # Requests that were in the server at an edge make this inexact; it is never below 0.
-    outside_ms = max(client_ms - queue_ms - input_ms - infer_ms - output_ms, 0.0)
+    outside_ms = max(0.0, client_ms - queue_ms - input_ms - infer_ms - output_ms)
     executions = int(grown("exec_count"))
     return ServerTimes(queue_ms, input_ms, infer_ms, output_ms, outside_ms, int(requests), executions)
 
@@ -292,17 +294,3 @@ def _spectrum(latency_ms: Array, service_ms: Array) -> list[Point]:
     shares = np.geomspace(1.0, 1 / len(latency), 60)
     percents = [100 * (1 - share) for share in shares]
     return [Point(percent, percentile(latency, percent), percentile(service, percent)) for percent in percents]
-
-
-def knee(points: Sequence[tuple[float, float]]) -> float | None:
-    """The load from which latency rises steeply: where the curve is farthest below its chord (Kneedle).
-
-    None with fewer than three points, or where latency does not even double.
-    """
-    points = sorted((load, latency_ms) for load, latency_ms in points if latency_ms == latency_ms)
-    if len(points) < 3 or points[-1][1] < 2 * points[0][1]:
-        return None
-    (low_load, low_ms), (high_load, high_ms) = points[0], points[-1]
-    gaps = [(load - low_load) / (high_load - low_load) - (ms - low_ms) / (high_ms - low_ms) for load, ms in points]
-    largest = max(range(len(points)), key=gaps.__getitem__)
-    return points[largest][0] if gaps[largest] > 0.1 else None

@@ -19,13 +19,12 @@ from locust.env import Environment
 
 from loadtest.base_user import InferUser, sample_pool
 from loadtest.monitor import Monitor
-from loadtest.recorder import Recorder, recorder
+from loadtest.recorder import STOP_TIMEOUT_S, Recorder, recorder
 from loadtest.samples import LoadTestError
 from loadtest.shapes import StagedLoad
 
 Step = Callable[[str, float, float], None]
 LOCUSTFILE = Path(__file__).resolve().parent / "locustfile.py"
-STOP_TIMEOUT_S = 5.0
 _CONNECT_S = 120.0
 
 
@@ -66,9 +65,11 @@ def load(
         if processes == 1:
             runner = environment.create_local_runner()
         else:
-            runner = _with_workers(environment, user_class, processes, step, stack)
+            runner = environment.create_master_runner("127.0.0.1", _free_port())
         found.listen()
         stack.callback(runner.quit)
+        if processes > 1:
+            _start_workers(runner, user_class, processes, step, stack)
         end_s = environment.shape_class.plan()[-1].end_s
         runner.start_shape()
         watching: Any = None
@@ -84,16 +85,23 @@ def load(
     return found, monitor
 
 
-def _with_workers(
-    environment: Environment, user_class: type[InferUser], count: int, step: Step, stack: contextlib.ExitStack
-) -> Any:
-    """A master runner whose workers, processes of this machine, have connected; they end with the stack."""
+def _free_port() -> int:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    runner = environment.create_master_runner("127.0.0.1", port)
+        return int(held.getsockname()[1])
+
+
+def _start_workers(
+    runner: Any, user_class: type[InferUser], count: int, step: Step, stack: contextlib.ExitStack
+) -> None:
+    """Wait until so many processes of this machine have connected to a master; they end with the stack.
+
+    Raises:
+        LoadTestError: one ended, or they did not connect in time.
+    """
     command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), user_class.__name__, "--worker"]
-    command += ["--master-host", "127.0.0.1", "--master-port", str(port), *_worker_options(environment)]
+    command += ["--master-host", "127.0.0.1", "--master-port", str(runner.master_bind_port)]
+    command += _worker_options(runner.environment.parsed_options)
     log = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115  # closed by the stack
     workers = [stack.enter_context(_process(command, log)) for _ in range(count)]
     deadline_s = time.monotonic() + _CONNECT_S
@@ -104,12 +112,10 @@ def _with_workers(
             last = next((line for line in reversed(log.read().splitlines()) if line.strip()), "it said nothing")
             raise LoadTestError(f"a load generator process did not start: {last.strip()}")
         gevent.sleep(0.1)
-    return runner
 
 
-def _worker_options(environment: Environment) -> list[str]:
-    """What a worker needs to make its requests before it connects; the rest comes from the master."""
-    parsed = environment.parsed_options
+def _worker_options(parsed: argparse.Namespace) -> list[str]:
+    """What a worker needs to make its requests before the test; the rest comes from the master."""
     options = {
         "--model": parsed.model,
         "--model-repository": parsed.model_repository,

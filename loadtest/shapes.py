@@ -11,9 +11,12 @@ import math
 from locust import LoadTestShape
 
 from loadtest import options
+from loadtest.recorder import recorder
 from loadtest.stages import Stage, stage_at
 
 OPEN_LOOP_USERS = 64
+# So long after its last stage an open loop still sends what was due and had to wait for a user.
+DRAIN_S = 10.0
 
 
 class StagedLoad(LoadTestShape):  # type: ignore[misc]  # Locust is untyped
@@ -29,8 +32,13 @@ class StagedLoad(LoadTestShape):  # type: ignore[misc]  # Locust is untyped
     def tick(self) -> tuple[int, float] | None:
         """Locust asks once a second; None ends the test."""
         parsed = self.runner.environment.parsed_options
-        stage = stage_at(self.plan(), self.get_run_time())
-        if stage is None:
-            return None
-        users = (parsed.num_users or OPEN_LOOP_USERS) if parsed.rate > 0 else max(1, math.ceil(stage.level))
-        return users, float(users)
+        plan, time_s = self.plan(), self.get_run_time()
+        stage = stage_at(plan, time_s)
+        if parsed.rate > 0:
+            is_over = stage is None and (
+                recorder(self.runner.environment).is_drained or time_s > plan[-1].end_s + DRAIN_S
+            )
+            users = 0 if is_over else parsed.num_users or OPEN_LOOP_USERS
+        else:
+            users = 0 if stage is None else max(1, math.ceil(stage.level))
+        return (users, float(users)) if users else None
