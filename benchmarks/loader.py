@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import selectors
+import signal
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -149,6 +150,7 @@ _pools: dict[str, Sequence[Shot]] = {}  # of the load process: sent there once
 
 
 def _keep_pools(pools: Mapping[str, Sequence[Shot]]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the process that started this one
     _pools.update(pools)
 
 
