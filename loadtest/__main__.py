@@ -143,6 +143,8 @@ def _report(parsed: argparse.Namespace, result: Result | None, trials: Sequence[
         rates = ", ".join(f"{trial.rate:.1f}" for trial in trials)
         print(f"error: no rate holds a P99 of {parsed.p99_ms:g} ms; tried {rates} requests/s", file=sys.stderr)
         return 1
+    if parsed.report:
+        print(f"report: {report.write(parsed.report, result, **more)}", file=sys.stderr)
     if parsed.json:
         print(report.to_json(result, **more))
     else:
@@ -152,8 +154,6 @@ def _report(parsed: argparse.Namespace, result: Result | None, trials: Sequence[
             console.print(
                 f"highest rate with a P99 of at most {parsed.p99_ms:g} ms: {trials[-1].highest:.1f} requests/s"
             )
-    if parsed.report:
-        print(f"report: {report.write(parsed.report, result, **more)}", file=sys.stderr)
     if not result.latency.count:
         print("error: no right answer came in the measured time", file=sys.stderr)
     return 0 if result.passed else 1

@@ -12,6 +12,7 @@ import gevent
 import numpy as np
 from locust import User, task
 from locust.env import Environment
+from locust.exception import StopUser
 
 from loadtest.answers import Array, check_answer
 from loadtest.arrivals import Timer
@@ -45,10 +46,15 @@ class InferUser(User):  # type: ignore[misc]  # Locust's User is untyped
         self.timeout_s, self.tolerance = float(parsed.timeout_s), tolerance(parsed)
         self.is_open, self.recorder = parsed.rate > 0, recorder(self.environment)
         self.timer, self.due_s = Timer(), 0.0
-        self.pool = sample_pool(self.environment)
         self.address = str(self.host).removeprefix("http://").removeprefix("grpc://").rstrip("/")
-        self.requests = self.prepare(self.options.model, self.pool)
-        self.connect()
+        try:
+            self.pool = sample_pool(self.environment)
+            self.requests = self.prepare(self.options.model, self.pool)
+            self.connect()
+        except Exception as error:  # no GPU for its memory, say, or a server that cannot open it
+            why = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
+            self.recorder.samples.fail(f"a user could not start: {why}", self.recorder.elapsed_s)
+            raise StopUser from error
 
     def on_stop(self) -> None:
         """Close the connection."""

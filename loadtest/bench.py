@@ -11,6 +11,7 @@ from loadtest.result import Ceiling, Result, summarise
 from loadtest.runner import Step, load
 from loadtest.samples import LoadTestError
 from loadtest.servers import noop_server
+from loadtest.shapes import OPEN_LOOP_USERS
 
 SATURATE_S = 3.0
 
@@ -70,9 +71,12 @@ class Bench:
         self.step("starting a server that does nothing", 0.0, 0.0)
         with noop_server(Requests.of(self.parsed)) as server:
             self.address = server.grpc_url if self.user_class.protocol == "gRPC" else server.http_url
-            result = self.run(rate=0.0, shape="flat", duration_s=duration_s, warmup_s=0.5, is_noop=True)
-        if result.failures:
-            raise LoadTestError(f"the generator's ceiling cannot be measured: {next(iter(result.failures))}")
-        self.ceiling = Ceiling(
-            result.throughput_rps, result.latency.p50_ms, result.latency.p99_ms, result.generator.cpu_us_per_request
-        )
+            common: dict[str, Any] = {"shape": "flat", "duration_s": duration_s, "warmup_s": 0.5, "is_noop": True}
+            result = self.run(rate=0.0, **common)
+            if result.failures:
+                raise LoadTestError(f"the generator's ceiling cannot be measured: {next(iter(result.failures))}")
+            cores: float | None = None
+            if result.throughput_rps > 1000:
+                users = max(self.parsed.num_users, OPEN_LOOP_USERS)
+                cores = self.run(rate=1000.0, num_users=users, **common).generator.cpu_cores
+        self.ceiling = Ceiling(result.throughput_rps, result.latency.p50_ms, result.latency.p99_ms, cores)

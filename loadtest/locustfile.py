@@ -26,10 +26,12 @@ __all__ = ["InferCudaSharedMemoryUser", "InferGrpcUser", "InferHttpUser", "Infer
 
 def prepare(environment: Environment, **_: Any) -> None:
     """Compute the right answers before Locust's clock starts, and keep every sample from then on."""
+    is_worker, is_master = (isinstance(environment.runner, kind) for kind in (WorkerRunner, MasterRunner))
+    if not is_master:  # in the web UI the options may change; before the recorder, whose clock then starts
+        environment.events.test_start.add_listener(lambda **_: sample_pool(environment))
     found = recorder(environment)
     found.listen()
     environment.stop_timeout = max(environment.stop_timeout, STOP_TIMEOUT_S)
-    is_worker, is_master = (isinstance(environment.runner, kind) for kind in (WorkerRunner, MasterRunner))
     if not is_master:
         try:
             sample_pool(environment)

@@ -20,17 +20,17 @@ _STYLE = """
 body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 4rem; background: var(--page); color: var(--text);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; }
-p, li { max-width: 75ch; } .soft { color: var(--soft); margin: .2rem 0; }
+li { max-width: 75ch; } .soft { color: var(--soft); margin: .2rem 0; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .7rem; margin: 1.4rem 0; }
 .tile { background: var(--box); border-radius: 8px; padding: .7rem .9rem; }
 .tile b { display: block; font-size: 1.45rem; font-variant-numeric: tabular-nums; line-height: 1.25; }
 .tile span { color: var(--soft); font-size: .85rem; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: .3rem .5rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--soft); font-weight: 500; } th:first-child, td:first-child { text-align: left; }
 .wrap td:first-child { white-space: normal; overflow-wrap: anywhere; }
-td.weak { color: var(--soft); } .bad { color: var(--bad); } .good { color: var(--good); }
+  .bad { color: var(--bad); } .good { color: var(--good); }
 img { width: 100%; height: auto; display: block; }
 code { font-size: .9em; overflow-wrap: anywhere; }
 """
@@ -68,7 +68,7 @@ def page(result: Result, *, search: Sequence[dict[str, Any]] = ()) -> str:
 def _what(result: Result) -> str:
     return (
         f"{result.protocol}, {result.loop} loop, {result.shape}, {result.users} users, lengths {result.lengths}, "
-        f"{result.measured_s:.0f} s measured, {result.date}"
+        f"{result.measured_s:.0f} s measured, {result.date[:16].replace('T', ' ')} UTC"
     )
 
 
@@ -133,8 +133,8 @@ def _plot(name: str, draw: plots.Draw, result: Result) -> str:
 
 
 def _stages(result: Result) -> str:
-    unit = "offered, requests/s" if result.loop.startswith("open") else "users"
-    heads = ("stage", unit, "answers/s", "P50", "P90", "P95", "P99", "P99.9", "longest, ms", "answers", "failures")
+    unit = "offered/s" if result.loop.startswith("open") else "users"
+    heads = ("stage", unit, "answers/s", "P50", "P90", "P95", "P99", "P99.9", "longest", "answers", "failed")
     rows = [
         (
             stage.name,
@@ -148,8 +148,12 @@ def _stages(result: Result) -> str:
     ]
     if len(rows) > 1:
         total = (*_latency(result.latency), str(result.latency.count), str(sum(result.failures.values())))
-        rows.append(("all, with warm-up's failures", "", f"{result.throughput_rps:.1f}", *total))
-    return _table(heads, rows)
+        rows.append(("all", "", f"{result.throughput_rps:.1f}", *total))
+    hint = (
+        "Times in ms, of right answers. In brackets: how many of them lie beyond the percentile, where they are few. "
+        "The failures of 'all' have those of the warm-up."
+    )
+    return _table(heads, rows) + f'<p class="soft">{hint}</p>'
 
 
 def _latency(latency: Latency) -> Iterable[str]:
@@ -172,14 +176,13 @@ def _server(result: Result) -> str:
     shown = [(stage, stage.server) for stage in result.stages if stage.server]
     if not shown:
         return "<h2>The server's split of the time</h2><p>Triton's metrics were not read.</p>"
-    heads = ("stage", *(f"{name}, ms" for name in plots.SPLIT), "requests", "executions", "requests an execution")
+    heads = ("stage", *(f"{name}, ms" for name in plots.SPLIT), "requests", "executions")
     rows = (
         (
             stage.name,
             *(milliseconds(getattr(server, name)) for name in plots.SPLIT.values()),
             str(server.requests),
             str(server.executions),
-            f"{server.requests / server.executions:.1f}" if server.executions else "",
         )
         for stage, server in shown
     )

@@ -83,10 +83,13 @@ def notes(result: Result) -> list[str]:
         found.append(
             f"Against a model that does nothing it reaches {ceiling.throughput_rps:.0f} requests/s with as many users "
             f"(P50 {ceiling.p50_ms:.2f} ms, P99 {ceiling.p99_ms:.2f} ms). That is the ceiling of generator and "
-            f"network, not of the server. There a request takes {ceiling.cpu_us_per_request:.0f} us of the "
-            f"generator's processor time, so that 1,000 requests a second take {ceiling.cpu_us_per_request / 10:.0f} % "
-            "of one core."
+            "network, not of the server."
         )
+        if ceiling.cores_at_1000_rps is not None:
+            found.append(
+                "At 1,000 requests a second in an open loop against that model, the generator uses "
+                f"{100 * ceiling.cores_at_1000_rps:.0f} % of one processor core."
+            )
         if result.throughput_rps > ceiling.throughput_rps / 2:
             found.append("This run came to more than half of that: use more --processes, or another machine.")
     return found

@@ -75,12 +75,15 @@ class Point:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What this generator reaches against a model that does nothing, with the same requests and users."""
+    """What this generator reaches against a model that does nothing, with the same requests and users.
+
+    `cores_at_1000_rps` is its processor time a second in an open loop of that rate; None where it does not reach it.
+    """
 
     throughput_rps: float
     p50_ms: float
     p99_ms: float
-    cpu_us_per_request: float
+    cores_at_1000_rps: float | None
 
 
 @dataclass(frozen=True)
