@@ -14,6 +14,7 @@ from locust import User, task
 from locust.env import Environment
 from locust.exception import StopUser
 
+from benchmarks import machine
 from loadtest.answers import Array, check_answer
 from loadtest.arrivals import Timer
 from loadtest.options import Requests, tolerance
@@ -149,6 +150,7 @@ def sample_pool(environment: Environment) -> list[Sample]:
             texts=options.texts,
             images=options.images,
             seed=seed,
+            is_gpu=bool(machine.gpus()),
         )
         if options.is_noop:
             pool = [Sample(s.inputs, {name: np.zeros_like(a) for name, a in s.expected.items()}) for s in pool]

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc.experimental.gevent
 
-# Before anything imports the stub: a channel made earlier would stop all other users while one waits.
+# Before any channel is made: one made earlier would stop all other users while it waits.
 grpc.experimental.gevent.init_gevent()
 
 import numpy as np  # noqa: E402

@@ -70,11 +70,11 @@ def notes(result: Result) -> list[str]:
             f"sent {generator.late_p50_ms:.2f} ms late at P50 and {generator.late_p99_ms:.2f} ms at P99; more than a "
             "millisecond means that all users were busy, or this machine was."
         )
-    beyond = math.floor(latency.count * 0.001)
-    if latency.count and beyond < ENOUGH_BEYOND:
-        found.append(
-            f"P99.9 rests on {max(beyond, 1)} of {latency.count} answers: measure longer before it is promised."
-        )
+    for name, share in (("P99", 0.01), ("P99.9", 0.001)):
+        beyond = math.floor(latency.count * share)
+        if latency.count and beyond < ENOUGH_BEYOND:
+            found.append(f"{name} rests on {max(beyond, 1)} of {latency.count} answers: measure longer to promise it.")
+            break
     found.append(
         f"The load generator used {generator.cpu_cores:.2f} processor cores in {generator.processes} "
         f"process{'es' * (generator.processes > 1)}, {generator.cpu_us_per_request:.0f} us a request."

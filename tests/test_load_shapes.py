@@ -16,6 +16,7 @@ import pytest
 from loadtest.knee import knee
 from loadtest.lengths import Lengths
 from loadtest.percentiles import Latency
+from loadtest.samples import LoadTestError, build_pool
 from loadtest.stages import Stage, endless, stage_at, stages
 from ortgraph.server import ROOT
 
@@ -25,6 +26,7 @@ import locust, json
 from array import array
 from loadtest.arrivals import due_times
 from loadtest.recorder import Samples
+from loadtest.samples import LoadTestError, build_pool
 from loadtest.stages import Stage
 {body}
 """
@@ -103,6 +105,23 @@ def test_lengths_come_from_a_distribution(tmp_path: Path):
     for text in ("zipf", "zipf:9..8", "file:", f"file:{tmp_path}/wrong.txt", f"file:{tmp_path}/empty.txt", "0", "8..x"):
         with pytest.raises(ValueError, match=r"lengths|one size a line"):
             Lengths.parse(text)
+
+
+def test_real_texts_and_images_are_sent():
+    repository = ROOT / "model_repository"
+    texts = ROOT / "client" / "README.md"
+    pool = build_pool(repository / "text_embedding", Lengths(8, 8), count=3, rows=2, texts=texts)
+    assert len(pool) == 3
+    assert all(sample.inputs["input_ids"].shape[0] == 2 for sample in pool)
+    assert len({sample.inputs["input_ids"].shape[1] for sample in pool}) > 1  # as long as the lines are
+    pool = build_pool(repository / "text_recognition", Lengths(8, 8), count=9, images=ROOT / "client" / "samples")
+    assert len(pool) == 2
+    for sample in pool:
+        (image,) = sample.inputs.values()
+        assert image.shape[:3] == (1, 3, 48)
+        assert -1 <= image.min() < image.max() <= 1
+    with pytest.raises(LoadTestError, match="must be a folder with images"):
+        build_pool(repository / "text_recognition", Lengths(8, 8), count=1, images=ROOT / "docs")
 
 
 def test_the_knee_is_where_throughput_has_the_best_latency():
