@@ -82,10 +82,11 @@ def _where(result: Result) -> str:
 
 def _tiles(result: Result) -> str:
     latency, failed = result.latency, sum(result.failures.values())
+    of = " of all steps" if result.shape == "steps" else ""
     tiles = [
-        (milliseconds(latency.p50_ms), "P50, ms"),
-        (milliseconds(latency.p99_ms), "P99, ms"),
-        (milliseconds(latency.p99_9_ms), "P99.9, ms"),
+        (milliseconds(latency.p50_ms), f"P50{of}, ms"),
+        (milliseconds(latency.p99_ms), f"P99{of}, ms"),
+        (milliseconds(latency.p99_9_ms), f"P99.9{of}, ms"),
         (f"{result.throughput_rps:.1f}", "right answers/s"),
         (f"{latency.count}", "right answers"),
         (f"{failed}", "failures"),

@@ -129,7 +129,7 @@ def show(console: Console, result: Result) -> None:
         if result.padding_share is not None:
             console.print(f"padding: {100 * result.padding_share:.0f} % of the input elements that ran")
     elif result.bucket_hits is not None:
-        console.print("bucket hits: none (the model has no buckets, or is not served by ortgraph)")
+        console.print("bucket hits: none (no request fits a bucket, or the model is not served by ortgraph)")
     for check in result.gate:
         if not check.passed or len(result.gate) > 1:
             console.print(
