@@ -14,7 +14,7 @@ from loadtest import report
 from loadtest.base_user import sample_pool
 from loadtest.grpc_user import InferGrpcUser
 from loadtest.http_user import InferHttpUser
-from loadtest.monitor import Monitor, metrics_url
+from loadtest.monitor import Monitor, is_local, metrics_url
 from loadtest.options import add_arguments
 from loadtest.recorder import STOP_TIMEOUT_S, recorder
 from loadtest.result import summarise
@@ -58,7 +58,7 @@ class Reporter:
         """Begin to watch; the recorder, which listens too, has been told first."""
         user_class = self.environment.user_classes[0]
         address = self.environment.host or user_class.host
-        self.monitor = Monitor(metrics_url(self.environment.parsed_options, address), is_local=False)
+        self.monitor = Monitor(metrics_url(self.environment.parsed_options, address), is_local(address))
         self.watching = gevent.spawn(self.monitor.watch, recorder(self.environment))
 
     def stop(self, **_: Any) -> None:

@@ -31,6 +31,12 @@ def metrics_url(parsed: argparse.Namespace, address: str) -> str | None:
     return url
 
 
+def is_local(address: str) -> bool:
+    """Whether a server's GPUs are those of this machine."""
+    host = address.removeprefix("http://").removeprefix("grpc://").rstrip("/").rpartition(":")[0]
+    return host in ("127.0.0.1", "localhost", "[::1]")
+
+
 @dataclass(frozen=True)
 class GpuReading:
     """One GPU at one moment, seconds from the test's start; utilization 0 to 1, -1 where it is not known."""

@@ -177,7 +177,7 @@ def _server(result: Result) -> str:
     shown = [(stage, stage.server) for stage in result.stages if stage.server]
     if not shown:
         return "<h2>The server's split of the time</h2><p>Triton's metrics were not read.</p>"
-    heads = ("stage", *(f"{name}, ms" for name in plots.SPLIT), "requests", "executions")
+    heads = ("stage", *plots.SPLIT, "requests", "executions")
     rows = (
         (
             stage.name,
@@ -187,7 +187,8 @@ def _server(result: Result) -> str:
         )
         for stage, server in shown
     )
-    return "<h2>The server's split of the time</h2>" + _table(heads, rows)
+    hint = "Mean ms of a request, as the server counts them; network and client is what is left of the service time."
+    return "<h2>The server's split of the time</h2>" + _table(heads, rows) + f'<p class="soft">{hint}</p>'
 
 
 def _failures(result: Result) -> str:

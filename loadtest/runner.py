@@ -18,7 +18,7 @@ import gevent
 from locust.env import Environment
 
 from loadtest.base_user import InferUser, sample_pool
-from loadtest.monitor import Monitor
+from loadtest.monitor import Monitor, is_local
 from loadtest.recorder import STOP_TIMEOUT_S, Recorder, recorder
 from loadtest.samples import LoadTestError
 from loadtest.shapes import StagedLoad
@@ -59,8 +59,7 @@ def load(
     step("computing the right answers", 0.0, 0.0)
     if processes == 1:
         sample_pool(environment)
-    is_local = address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
-    monitor = Monitor(metrics_url, is_local)
+    monitor = Monitor(metrics_url, is_local(address))
     with contextlib.ExitStack() as stack:
         if processes == 1:
             runner = environment.create_local_runner()
