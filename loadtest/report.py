@@ -77,7 +77,7 @@ def notes(result: Result) -> list[str]:
             break
     found.append(
         f"The load generator used {generator.cpu_cores:.2f} processor cores in {generator.processes} "
-        f"process{'es' * (generator.processes > 1)}, {generator.cpu_us_per_request:.0f} us a request."
+        f"process{'es' * (generator.processes > 1)}."
     )
     if ceiling := generator.ceiling:
         found.append(
