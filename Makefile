@@ -8,6 +8,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 MODELS ?= model_repository
+LOADTEST ?= --auto-rate --shape steps --duration-s 40 --report loadtest-report
 export ORT_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -49,8 +50,8 @@ lint: setup ## Check style and types
 bench: models ## Compare with a plain session.run model.py on this CPU
 	@$(BIN)/python -m benchmarks cpu
 
-loadtest: models ## Locust for ten seconds against a running `make serve`
-	@$(BIN)/python -m loadtest
+loadtest: models ## Load the sample model in steps, write loadtest-report/ (LOADTEST="--url host:port --rate 50 ..." for another)
+	@$(BIN)/python -m loadtest $(LOADTEST)
 
 lock: ## Pin every package anew (needs uv)
 	@uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --no-emit-index-url --quiet --output-file requirements.lock

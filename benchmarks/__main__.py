@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,11 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks import documents, machine, report, workload
-from benchmarks.rounds import Load, Plan, serve_and_measure
-from benchmarks.summary import summarise
+from benchmarks.rounds import Load, Plan, Slice, serve_and_measure
+from benchmarks.summary import Row, summarise
 from benchmarks.targets import BenchmarkError, prepare
-from benchmarks.wire import Shot, encode
 from loadtest.samples import LoadTestError, build_pool
+from loadtest.wire import Shot, encode
 from ortgraph.errors import OrtgraphError
 
 app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
@@ -48,9 +49,17 @@ def compare(
     warmup_s: WarmupS = 0.5,
     requests: Requests = 256,
     tolerance: Tolerance = None,
+    backends: Annotated[
+        Path | None, typer.Option(help="Folder with further Triton backends, such as the C++ onnxruntime/.")
+    ] = None,
     output: Output = None,
 ) -> None:
-    """Serve the targets and measure them in turn; ratios are against the first one."""
+    """Serve the targets and measure them in turn; ratios are against the first one.
+
+    The result is written after each round; Ctrl-C ends with the tables of the rounds that are finished.
+
+    Example: python -m benchmarks compare session_run io_binding ortgraph --load 16:8..128 --rounds 3
+    """
     try:
         plan = Plan(
             [Load.parse(text) for text in load or CPU_LOADS],
@@ -60,7 +69,10 @@ def compare(
             first_warmup_s=3.0,
             tolerance=tolerance,
         )
-        _compare(targets, plan, model, repository, requests, output or report.RESULTS / "compare.json")
+        _compare(targets, plan, model, repository, requests, backends, output or report.RESULTS / "compare.json")
+    except KeyboardInterrupt:
+        console.print("error: stopped by Ctrl-C before a round was finished; nothing was written", style="bold red")
+        raise typer.Exit(130) from None
     except (BenchmarkError, LoadTestError, OrtgraphError, ValueError) as error:
         console.print(f"error: {error}", style="bold red", markup=False)
         raise typer.Exit(1) from None
@@ -117,7 +129,14 @@ def document() -> None:
         console.print(f"wrote {path.name}")
 
 
-def _compare(names: list[str], plan: Plan, model: str, repository: Path, requests: int, output: Path) -> None:
+def _compare(
+    names: list[str], plan: Plan, model: str, repository: Path, requests: int, backends: Path | None, output: Path
+) -> None:
+    def save(slices: Sequence[Slice]) -> list[Row]:
+        rows, described = summarise(slices), machine.describe(machine.command_line())
+        report.save(output, machine=described, model=model, plan=plan, rows=rows, slices=slices)
+        return rows
+
     with tempfile.TemporaryDirectory(prefix="ortgraph-benchmark-") as folder:
         targets = [prepare(name, model=model, source=repository, folder=Path(folder) / "targets") for name in names]
         columns = (
@@ -148,17 +167,19 @@ def _compare(names: list[str], plan: Plan, model: str, repository: Path, request
                 plan,
                 pools,
                 logs=Path(folder),
+                backends=backends,
+                keep=save,
                 report=lambda text: progress.update(task, description=text),
                 advance=lambda seconds: progress.advance(task, seconds),
             )
-    rows = summarise(slices)
+    rows = save(slices)
     report.show(console, rows, targets[0].label)
-    report.save(
-        output, machine=machine.describe(machine.command_line()), model=model, plan=plan, rows=rows, slices=slices
-    )
     console.print(f"wrote {output}")
     if any(row.failures for row in rows):
         raise BenchmarkError("some answers were wrong or missing; the numbers above count only the right ones")
+    if (finished := slices[-1].round + 1) < plan.rounds:
+        console.print(f"stopped by Ctrl-C after {finished} of {plan.rounds} rounds", style="yellow")
+        raise typer.Exit(130)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import selectors
+import signal
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 
-from benchmarks.connection import Connection
-from benchmarks.wire import Shot, decode
 from loadtest.answers import WrongAnswerError, check_answer
+from loadtest.connection import Connection
+from loadtest.wire import RefusedError, Shot, decode
 
 
 @dataclass(frozen=True)
@@ -103,14 +104,14 @@ def _send(connection: Connection, pool: Sequence[Shot], rng: random.Random) -> N
 
 
 def _error(answer: tuple[int, memoryview, int], shot: Shot, job: Job) -> str:
-    status, body, json_size = answer
-    if status != 200:
-        return f"HTTP {status}: {bytes(body[:200]).decode(errors='replace')}"
-    if job.is_checked:
-        try:
-            check_answer(shot.expected, decode(body, json_size), job.tolerance)
-        except (WrongAnswerError, KeyError, ValueError) as error:
-            return f"wrong answer: {error}"
+    try:
+        outputs = decode(*answer)
+        if job.is_checked:
+            check_answer(shot.expected, outputs, job.tolerance)
+    except RefusedError as error:
+        return str(error)
+    except (WrongAnswerError, KeyError, ValueError) as error:
+        return f"wrong answer: {error}"
     return ""
 
 
@@ -149,6 +150,7 @@ _pools: dict[str, Sequence[Shot]] = {}  # of the load process: sent there once
 
 
 def _keep_pools(pools: Mapping[str, Sequence[Shot]]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the process that started this one
     _pools.update(pools)
 
 

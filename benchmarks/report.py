@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +25,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 def show(console: Console, rows: Sequence[Row], base: str) -> None:
     """For each load what was measured, and the ratios to the target `base`. Fits 80 columns."""
     for load in dict.fromkeys(row.load for row in rows):
-        clients, lengths = load.split(":")
+        clients, lengths = load.split(":", 1)
         title = f"{clients} client{'s' * (clients != '1')}, lengths {lengths}"
         own = [row for row in rows if row.load == load]
         console.print(_measured(title, own))
@@ -92,6 +93,7 @@ def save(
         "plan": {
             "loads": [str(load) for load in plan.loads],
             "rounds": plan.rounds,
+            "finished_rounds": len({part.round for part in slices}),
             "slice_s": plan.slice_s,
             "warmup_s": plan.warmup_s,
             "arrangement": "one server a target, all running, one under load at a time, order reversed every round",
@@ -100,7 +102,9 @@ def save(
         "rounds": [_slice(part) for part in slices],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(json.dumps(result, indent=2) + "\n")
+    os.replace(new, path)
 
 
 def _slice(part: Slice) -> dict[str, Any]:

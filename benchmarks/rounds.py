@@ -8,6 +8,7 @@ meanwhile is measured and reported.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,10 +18,10 @@ from urllib.parse import urlsplit
 import psutil
 
 from benchmarks.loader import Job, LoadProcesses, Measurement
-from benchmarks.targets import BenchmarkError, Target
-from benchmarks.wire import Shot
+from benchmarks.targets import BenchmarkError, Target, with_backends
 from loadtest import server_metrics
 from loadtest.lengths import Lengths
+from loadtest.wire import Shot
 from ortgraph.server import TritonServer
 
 
@@ -35,12 +36,10 @@ class Load:
     @classmethod
     def parse(cls, text: str) -> Load:
         """`16:8..128`, or with 4 rows a request `16:8..128x4`. Raises ValueError."""
-        clients, colon, rest = text.partition(":")
-        lengths, _, rows = rest.partition("x")
-        is_number = clients.isdecimal() and (rows or "1").isdecimal()
-        if not colon or not is_number or not 1 <= int(clients) <= 1024 or not 1 <= int(rows or 1) <= 1024:
+        match = re.fullmatch(r"([1-9]\d{0,3}):(.+?)(?:x([1-9]\d{0,3}))?", text)
+        if match is None:
             raise ValueError(f"a load must be clients:lengths[xrows], such as 16:8..128, got '{text}'")
-        return cls(int(clients), Lengths.parse(lengths), int(rows or 1))
+        return cls(int(match[1]), Lengths.parse(match[2]), int(match[3] or 1))
 
     def __str__(self) -> str:
         return f"{self.clients}:{self.lengths}" + (f"x{self.rows}" if self.rows > 1 else "")
@@ -82,23 +81,29 @@ def serve_and_measure(
     pools: Mapping[str, Sequence[Shot]],
     *,
     logs: Path,
+    backends: Path | None = None,
     report: Callable[[str], None],
     advance: Callable[[float], None],
+    keep: Callable[[Sequence[Slice]], object] = lambda slices: None,
 ) -> list[Slice]:
-    """All slices in the order they were measured.
+    """All slices in the order they were measured; after Ctrl-C those of the rounds that were finished.
 
     Args:
+        backends: a folder with further Triton backends, for targets that are served by one of them.
         report: told what goes on now. advance: told how many seconds of measuring are done.
+        keep: given all slices so far after each round.
 
     Raises:
         BenchmarkError: a server or its model did not start, or stopped answering.
+        KeyboardInterrupt: Ctrl-C came before the first round was finished.
     """
     slices: list[Slice] = []
+    extra = (f"--backend-directory={with_backends(backends, logs)}",) if backends else ()
     with ExitStack() as stack:
         servers: dict[str, TritonServer] = {}
         for target in targets:
             report(f"starting the server for {target.label}")
-            server = TritonServer(target.repository, log_path=logs / f"{target.label}.log")
+            server = TritonServer(target.repository, log_path=logs / f"{target.label}.log", extra_args=extra)
             servers[target.label] = stack.enter_context(server)
             _check_models(target, servers[target.label])
         loader = stack.enter_context(LoadProcesses(pools))
@@ -109,13 +114,34 @@ def serve_and_measure(
                 _run(loader, job, target)
                 advance(plan.first_warmup_s)
         for number in range(plan.rounds):
-            for load in plan.loads:
-                for target in targets if number % 2 == 0 else reversed(targets):
-                    report(f"round {number + 1} of {plan.rounds}, load {load}, {target.label}")
-                    server = servers[target.label]
-                    job = _job(server, target, load, plan, plan.warmup_s, plan.slice_s, seed=number + 1)
-                    slices.append(_measure(loader, job, target, servers, number))
-                    advance(plan.warmup_s + plan.slice_s)
+            try:
+                slices += _round(number, targets, plan, servers, loader, report, advance)
+            except KeyboardInterrupt:
+                if not slices:
+                    raise
+                break
+            keep(slices)
+    return slices
+
+
+def _round(
+    number: int,
+    targets: Sequence[Target],
+    plan: Plan,
+    servers: Mapping[str, TritonServer],
+    loader: LoadProcesses,
+    report: Callable[[str], None],
+    advance: Callable[[float], None],
+) -> list[Slice]:
+    """Every load on every target once."""
+    slices = []
+    for load in plan.loads:
+        for target in targets if number % 2 == 0 else reversed(targets):
+            report(f"round {number + 1} of {plan.rounds}, load {load}, {target.label}")
+            server = servers[target.label]
+            job = _job(server, target, load, plan, plan.warmup_s, plan.slice_s, seed=number + 1)
+            slices.append(_measure(loader, job, target, servers, number))
+            advance(plan.warmup_s + plan.slice_s)
     return slices
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from google.protobuf import text_format  # type: ignore[import-untyped]
 from tritonclient.grpc import model_config_pb2
 
+from ortgraph.server import Installation
+
 BASELINES = Path(__file__).resolve().parent / "baselines"
 # Their answers are not the model's, so they cannot be checked.
 UNCHECKED = frozenset({"noop"})
@@ -58,6 +60,25 @@ def prepare(text: str, *, model: str, source: Path, folder: Path) -> Target:
             raise BenchmarkError(f"a target must be one of {known}, or a model repository, got '{value}'")
         (repository / model).symlink_to(_model_folder(path, model).resolve())
     return Target(label, repository, is_checked=value not in UNCHECKED)
+
+
+def with_backends(extra: Path, folder: Path) -> Path:
+    """A backend directory inside `folder` with those of the server's installation and of `extra`, which win.
+
+    Raises:
+        BenchmarkError: there is none in `extra`.
+    """
+    own = {path.name: path for path in Installation.find().backends.iterdir() if path.is_dir()}
+    further = {path.name: path for path in extra.iterdir() if path.is_dir()} if extra.is_dir() else {}
+    if not further:
+        raise BenchmarkError(
+            f"--backends must be a folder that holds Triton backends, such as onnxruntime/, got {extra}"
+        )
+    target = folder / "backends"
+    target.mkdir(parents=True)
+    for name, path in {**own, **further}.items():
+        (target / name).symlink_to(path.resolve(), target_is_directory=True)
+    return target
 
 
 def _model_folder(repository: Path, model: str) -> Path:

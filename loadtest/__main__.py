@@ -1,4 +1,7 @@
-"""`python -m loadtest`: a load test without Locust's web UI. Exit code 1 when any answer was wrong or missing."""
+"""`python -m loadtest`: a load test without Locust's web UI, with a report and a gate for CI.
+
+Exit code 1 when an answer was wrong or missing, or a promise (--p99-ms, --min-rps) was not kept.
+"""
 
 from __future__ import annotations
 
@@ -9,75 +12,151 @@ import locust  # noqa: F401
 # isort: on
 
 import argparse
+import contextlib
+import importlib
+import logging
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from loadtest import report
-from loadtest.base_user import InferUser
-from loadtest.options import add_arguments, positive_float
-from loadtest.runner import run
+from loadtest.bench import Bench
+from loadtest.monitor import metrics_url
+from loadtest.options import Requests, add_arguments, non_negative_float, positive_float, positive_int
+from loadtest.result import Result
 from loadtest.samples import LoadTestError
+from loadtest.search import Trial, search
+from loadtest.servers import model_server
+from loadtest.shapes import OPEN_LOOP_USERS
+from ortgraph.errors import OrtgraphError
 
-PORTS = {"http": 8000, "grpc": 8001}
+# The user's module and class, and the port that Triton has for it. gRPC is imported only where it is used: it changes
+# how the process waits.
+PROTOCOLS = {
+    "http": ("http_user", "InferHttpUser", 8000),
+    "grpc": ("grpc_user", "InferGrpcUser", 8001),
+    "system-shm": ("shared_memory_user", "InferSystemSharedMemoryUser", 8000),
+    "cuda-shm": ("shared_memory_user", "InferCudaSharedMemoryUser", 8000),
+}
+EXAMPLES = """examples:
+  python -m loadtest                                    serve the sample model, 8 users for ten seconds
+  python -m loadtest --rate 50 --report loadtest-report --url 127.0.0.1:8000
+  python -m loadtest --auto-rate --shape steps --report loadtest-report
+  python -m loadtest --search --p99-ms 100              the highest rate that holds a P99 of 100 ms
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options."""
+    found = argparse.ArgumentParser(
+        prog="python -m loadtest",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = found.add_argument
+    add("--protocol", choices=PROTOCOLS, default="http", help="default: http")
+    add("--url", help="host:port of that protocol (shared memory: of HTTP); without it the model is served here")
+    add("--users", dest="num_users", type=positive_int, help="each has one request on its way (default: 8; open: 64)")
+    add("--processes", type=positive_int, default=1, help="that make the load, as Locust workers (default: 1)")
+    add("--auto-rate", action="store_true", help="open loop up to 1.2 times what a closed loop reaches first")
+    add("--search", action="store_true", help="find the highest rate that holds --p99-ms")
+    add("--precision", type=positive_float, default=0.05, help="of the search, relative (default: 0.05)")
+    add(
+        "--ceiling-s",
+        type=non_negative_float,
+        help="measure the generator against a model that does nothing; 0: do not (default: 3 with --report, else 0)",
+    )
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add_arguments(found)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, run, print."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest", description=__doc__)
-    parser.add_argument("--protocol", choices=PORTS, default="http", help="default: http")
-    parser.add_argument("--url", help="host:port of that protocol (default: 127.0.0.1 and Triton's own port)")
-    parser.add_argument("--users", type=int, default=8, help="each has one request on its way (default: 8)")
-    parser.add_argument("--duration-s", type=positive_float, default=10.0, help="measured (default: 10)")
-    parser.add_argument("--warmup-s", type=positive_float, default=1.0, help="before that, not counted (default: 1)")
-    parser.add_argument(
-        "--metrics-url", default="http://127.0.0.1:8002/metrics", help="for bucket hits; '' to do without"
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser()
+    parsed = options.parse_args(words)
+    if parsed.search and parsed.p99_ms is None:
+        options.error("--search needs --p99-ms, the P99 to hold")
+    if parsed.rate > 0 and (parsed.search or parsed.auto_rate):
+        options.error("--rate cannot be given together with --search or --auto-rate, which find one")
+    if parsed.num_users is None:
+        is_open = parsed.rate > 0 or parsed.auto_rate or parsed.search
+        parsed.num_users = OPEN_LOOP_USERS if is_open else 8
+    parsed.headless = parsed.enable_rebalancing = False  # Locust's own, which its runners ask for
+    logging.getLogger("locust").setLevel(logging.ERROR)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    add_arguments(parser)
-    parsed = parser.parse_args(arguments)
-    if parsed.users < 1:
-        parser.error(f"--users must be a whole number from 1, got {parsed.users}")
-    progress_console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     try:
-        with Progress(*columns, console=progress_console, transient=True) as progress:
-            task = progress.add_task("load test", total=None)
-            result = run(
-                _user_class(parsed.protocol),
-                parsed,
-                address=parsed.url or f"127.0.0.1:{PORTS[parsed.protocol]}",
-                users=parsed.users,
-                duration_s=parsed.duration_s,
-                warmup_s=parsed.warmup_s,
-                metrics_url=parsed.metrics_url or None,
-                step=lambda text, done_s, total_s: progress.update(
-                    task, description=text, completed=done_s, total=total_s or None
-                ),
-            )
-    except (LoadTestError, OSError) as error:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            result, trials = _run(parsed, words, progress)
+    except (LoadTestError, OrtgraphError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("error: stopped by Ctrl-C; nothing was written", file=sys.stderr)
+        return 130
+    return _report(parsed, result, trials)
+
+
+def _run(parsed: argparse.Namespace, words: Sequence[str], progress: Progress) -> tuple[Result | None, list[Trial]]:
+    module, name, port = PROTOCOLS[parsed.protocol]
+    user_class = getattr(importlib.import_module(f"loadtest.{module}"), name)
+    task = progress.add_task("starting", total=None)
+
+    def step(text: str, done_s: float, total_s: float) -> None:
+        progress.update(task, description=text, completed=done_s, total=total_s or None)
+
+    bench = Bench(user_class, parsed, command=shlex.join(["python", "-m", "loadtest", *words]), step=step)
+    with contextlib.ExitStack() as stack:
+        if parsed.ceiling_s or (parsed.ceiling_s is None and parsed.report):
+            bench.measure_ceiling(parsed.ceiling_s or 3.0)
+        if parsed.url is None:
+            step("starting the server", 0.0, 0.0)
+            server = stack.enter_context(model_server(Requests.of(parsed)))
+            bench.address = server.grpc_url if parsed.protocol == "grpc" else server.http_url
+            bench.metrics_url = server.metrics_url
+        else:
+            bench.address = parsed.url if ":" in parsed.url else f"{parsed.url}:{port}"
+            bench.metrics_url = metrics_url(parsed, bench.address)
+        if parsed.auto_rate:
+            parsed.rate = 1.2 * bench.saturate()
+        if parsed.search:
+            return search(bench, parsed, step)
+        return bench.run(), []
+
+
+def _report(parsed: argparse.Namespace, result: Result | None, trials: Sequence[Trial]) -> int:
+    more: dict[str, Any] = {"search": [asdict(trial) for trial in trials]} if trials else {}
+    if result is None:
+        rates = ", ".join(f"{trial.rate:.1f}" for trial in trials)
+        print(f"error: no rate holds a P99 of {parsed.p99_ms:g} ms; tried {rates} requests/s", file=sys.stderr)
+        return 1
+    if parsed.report:
+        print(f"report: {report.write(parsed.report, result, **more)}", file=sys.stderr)
     if parsed.json:
-        print(report.to_json(result))
+        print(report.to_json(result, **more))
     else:
-        report.show(Console(highlight=False), result)
+        console = Console(highlight=False)
+        report.show(console, result)
+        if trials:
+            console.print(
+                f"highest rate with a P99 of at most {parsed.p99_ms:g} ms: {trials[-1].highest:.1f} requests/s"
+            )
     if not result.latency.count:
         print("error: no right answer came in the measured time", file=sys.stderr)
-    return 1 if result.failures or not result.latency.count else 0
-
-
-def _user_class(protocol: str) -> type[InferUser]:
-    """gRPC is imported only where it is used: it changes how the process waits."""
-    if protocol == "grpc":
-        from loadtest.grpc_user import InferGrpcUser
-
-        return InferGrpcUser
-    from loadtest.http_user import InferHttpUser
-
-    return InferHttpUser
+    return 0 if result.passed else 1
 
 
 if __name__ == "__main__":

@@ -1,112 +1,146 @@
-"""Runs Locust inside this process for a set time, and keeps every sample."""
+"""Runs Locust inside this process for a set time, alone or as the master of worker processes."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
 
 import gevent
 from locust.env import Environment
 
-from loadtest import server_metrics
 from loadtest.base_user import InferUser, sample_pool
-from loadtest.percentiles import Latency
+from loadtest.monitor import Monitor, is_local
+from loadtest.recorder import STOP_TIMEOUT_S, Recorder, recorder
+from loadtest.samples import LoadTestError
+from loadtest.shapes import StagedLoad
+
+Step = Callable[[str, float, float], None]
+LOCUSTFILE = Path(__file__).resolve().parent / "locustfile.py"
+_CONNECT_S = 120.0
 
 
-@dataclass
-class Recorder:
-    """Listens to Locust's `request` event. Percentiles are of right answers: a quick refusal would flatter them."""
-
-    latencies_ms: list[float] = field(default_factory=list)
-    failures: Counter[str] = field(default_factory=Counter)
-    is_on: bool = False
-
-    def on_request(self, response_time: float, exception: Exception | None, **_: Any) -> None:
-        """Failures count from the first request on, latencies only while `is_on`."""
-        if exception is not None:
-            self.failures[f"{type(exception).__name__}: {exception}"] += 1
-        elif self.is_on:
-            self.latencies_ms.append(response_time)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run gave. `bucket_hits` has those of the warm-up too; None where the server's metrics were not asked."""
-
-    protocol: str
-    model: str
-    users: int
-    duration_s: float
-    latency: Latency
-    throughput_rps: float
-    failures: dict[str, int]
-    bucket_hits: dict[str, float] | None
-
-
-def run(
+def load(
     user_class: type[InferUser],
     parsed: argparse.Namespace,
     *,
     address: str,
-    users: int,
-    duration_s: float,
-    warmup_s: float,
     metrics_url: str | None,
-    step: Callable[[str, float, float], None] = lambda text, done_s, total_s: None,
-) -> Result:
-    """Closed loop: each of `users` sends its next request as soon as the answer to its last one is there.
+    processes: int = 1,
+    step: Step = lambda text, done_s, total_s: None,
+) -> tuple[Recorder, Monitor]:
+    """Make the load that the options describe, and give what was recorded.
 
     Args:
-        parsed: options of `options.add_arguments`.
-        metrics_url: Triton's metrics endpoint, or None to do without bucket hits.
+        parsed: options of `options.add_arguments`, and `num_users`.
+        metrics_url: Triton's metrics page, or None to do without.
+        processes: more than 1 are Locust workers, each with its share of the users and of the rate.
         step: told what goes on now, for how many seconds already, and of how many (0 where that is not known).
 
     Raises:
-        LoadTestError: the right answers cannot be computed.
-        OSError: the metrics endpoint does not answer.
+        LoadTestError: the right answers cannot be computed, or a worker does not start.
     """
-    environment = Environment(user_classes=[user_class], host=address, parsed_options=parsed, stop_timeout=10.0)
-    recorder = Recorder()
-    environment.events.request.add_listener(recorder.on_request)
-    step("computing the right answers", 0.0, 0.0)
-    sample_pool(environment)
-    before = server_metrics.read(metrics_url) if metrics_url else {}
-    runner = environment.create_local_runner()
-    try:
-        runner.start(users, spawn_rate=users)
-        _wait("warming up", warmup_s, step)
-        recorder.is_on = True
-        start_s = time.perf_counter()
-        _wait("measuring", duration_s, step)
-        recorder.is_on = False
-        measured_s = time.perf_counter() - start_s
-        step("stopping", 0.0, 0.0)
-        runner.stop()
-    finally:
-        runner.quit()
-    hits = None
-    if metrics_url:
-        after = server_metrics.read_settled(metrics_url)
-        hits = dict(server_metrics.growth(before, after, server_metrics.BUCKET_HITS, "bucket", model=parsed.model))
-    return Result(
-        protocol=user_class.protocol,
-        model=parsed.model,
-        users=users,
-        duration_s=measured_s,
-        latency=Latency.of(recorder.latencies_ms),
-        throughput_rps=len(recorder.latencies_ms) / measured_s,
-        failures=dict(recorder.failures),
-        bucket_hits=hits,
+    environment = Environment(
+        user_classes=[user_class],
+        host=address,
+        parsed_options=parsed,
+        stop_timeout=STOP_TIMEOUT_S,
+        shape_class=StagedLoad(),
     )
+    found = recorder(environment)
+    step("computing the right answers", 0.0, 0.0)
+    if processes == 1:
+        sample_pool(environment)
+    monitor = Monitor(metrics_url, is_local(address))
+    with contextlib.ExitStack() as stack:
+        if processes == 1:
+            runner = environment.create_local_runner()
+        else:
+            runner = environment.create_master_runner("127.0.0.1", _free_port())
+        found.listen()
+        stack.callback(runner.quit)
+        if processes > 1:
+            _start_workers(runner, user_class, processes, step, stack)
+        end_s = environment.shape_class.plan()[-1].end_s
+        runner.start_shape()
+        watching: Any = None
+        while (shape := runner.shape_greenlet) is not None and not shape.ready():
+            if found.start_s and watching is None:
+                watching = gevent.spawn(monitor.watch, found)
+            step("under load", min(found.elapsed_s if found.start_s else 0.0, end_s), end_s)
+            shape.join(timeout=0.25)
+        step("reading the server's counters", 0.0, 0.0)
+        if watching is not None:
+            watching.kill()
+        monitor.finish()
+    return found, monitor
 
 
-def _wait(text: str, seconds: float, step: Callable[[str, float, float], None]) -> None:
-    """Let the users work for so long."""
-    start_s = time.perf_counter()
-    while (done_s := time.perf_counter() - start_s) < seconds:
-        step(text, done_s, seconds)
-        gevent.sleep(min(0.25, seconds - done_s))
+def _free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+def _start_workers(
+    runner: Any, user_class: type[InferUser], count: int, step: Step, stack: contextlib.ExitStack
+) -> None:
+    """Wait until so many processes of this machine have connected to a master; they end with the stack.
+
+    Raises:
+        LoadTestError: one ended, or they did not connect in time.
+    """
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), user_class.__name__, "--worker"]
+    command += ["--master-host", "127.0.0.1", "--master-port", str(runner.master_bind_port)]
+    command += _worker_options(runner.environment.parsed_options)
+    log = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115  # closed by the stack
+    workers = [stack.enter_context(_process(command, log)) for _ in range(count)]
+    deadline_s = time.monotonic() + _CONNECT_S
+    while len(runner.clients.ready) < count:
+        step(f"starting {count} workers", 0.0, 0.0)
+        if time.monotonic() > deadline_s or any(worker.poll() is not None for worker in workers):
+            log.seek(0)
+            last = next((line for line in reversed(log.read().splitlines()) if line.strip()), "it said nothing")
+            raise LoadTestError(f"a load generator process did not start: {last.strip()}")
+        gevent.sleep(0.1)
+
+
+def _worker_options(parsed: argparse.Namespace) -> list[str]:
+    """What a worker needs to make its requests before the test; the rest comes from the master."""
+    options = {
+        "--model": parsed.model,
+        "--model-repository": parsed.model_repository,
+        "--lengths": parsed.lengths,
+        "--rows": parsed.rows,
+        "--texts": parsed.texts,
+        "--images": parsed.images,
+        "--requests": parsed.requests,
+        "--seed": parsed.seed,
+    }
+    return [str(word) for option in options.items() for word in option] + ["--is-noop"] * parsed.is_noop
+
+
+@contextlib.contextmanager
+def _process(command: list[str], log: IO[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that ends with the context."""
+    root = LOCUSTFILE.parent.parent
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    process = subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": path}, text=True
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(2)  # the master has told it to quit
+        if process.poll() is None:
+            process.terminate()
+        process.wait()

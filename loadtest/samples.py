@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
+from google.protobuf import text_format  # type: ignore[import-untyped]
+from tritonclient.grpc import model_config_pb2
 
 from loadtest.answers import Array
 from loadtest.lengths import Lengths
@@ -48,6 +50,7 @@ def build_pool(
     rows: int = 1,
     version: str = "1",
     texts: Path | None = None,
+    images: Path | None = None,
     seed: int = 0,
     is_gpu: bool = False,
     progress: Callable[[], None] = lambda: None,
@@ -57,10 +60,11 @@ def build_pool(
     Args:
         lengths: the size of every dynamic dimension except the batch.
         texts: a file with one text a line to send instead of random ids; needs the model's tokenizer.json.
+        images: a folder of images to send instead of random values.
         progress: called after each sample.
 
     Raises:
-        LoadTestError: the model or the texts are not there, or the model has an input of another kind.
+        LoadTestError: the model, texts or images are not there, or the model has an input of another kind.
     """
     path = model_folder / version / "model.onnx"
     if not path.is_file():
@@ -69,21 +73,40 @@ def build_pool(
         )
     # Where there is a GPU, an eager run on it: in half precision a CPU is slow.
     session = ort.InferenceSession(str(path), providers=["CUDAExecutionProvider", "CPUExecutionProvider"][not is_gpu :])
+    shapes = input_shapes(session, model_folder)
     if texts is not None:
         feeds = text_feeds(model_folder / "tokenizer.json", texts)
-        inputs = [feeds[i % len(feeds)] for i in range(count)]
+    elif images is not None:
+        feeds = image_feeds(session, shapes, images)
     else:
         rng = random.Random(seed)
-        inputs = [random_feed(session, rows, lengths.draw(rng), rng.getrandbits(32)) for _ in range(count)]
+        draws = ((lengths.draw(rng), rng.getrandbits(32)) for _ in range(count))
+        feeds = [random_feed(session, shapes, rows, *draw) for draw in draws]
+    if texts is not None or images is not None:
+        feeds = [{name: np.repeat(array, rows, axis=0) for name, array in feed.items()} for feed in feeds[:count]]
     names = [output.name for output in session.get_outputs()]
     pool = []
-    for feed in inputs:
+    for feed in feeds:
         pool.append(Sample(feed, dict(zip(names, session.run(names, feed), strict=True))))
         progress()
     return pool
 
 
-def random_feed(session: ort.InferenceSession, rows: int, length: int, seed: int) -> dict[str, Array]:
+def input_shapes(session: ort.InferenceSession, model_folder: Path) -> Mapping[str, Sequence[int | None]]:
+    """Each input's sizes, None where they are open: the model's, and what config.pbtxt says of them more narrowly."""
+    shapes = {spec.name: [n if isinstance(n, int) else None for n in spec.shape] for spec in session.get_inputs()}
+    path = model_folder / "config.pbtxt"
+    config = text_format.Parse(path.read_text() if path.is_file() else "", model_config_pb2.ModelConfig())
+    for tensor in config.input:
+        dims = [None] * (config.max_batch_size > 0) + [size if size >= 0 else None for size in tensor.dims]
+        if len(dims) == len(shapes.get(tensor.name, ())):
+            shapes[tensor.name] = [own or narrow for own, narrow in zip(shapes[tensor.name], dims, strict=True)]
+    return shapes
+
+
+def random_feed(
+    session: ort.InferenceSession, shapes: Mapping[str, Sequence[int | None]], rows: int, length: int, seed: int
+) -> dict[str, Array]:
     """Rows of random values for every input: masks are ones, ids are small, the rest is normal."""
     rng = np.random.default_rng(seed)
     feed: dict[str, Array] = {}
@@ -93,9 +116,8 @@ def random_feed(session: ort.InferenceSession, rows: int, length: int, seed: int
             raise LoadTestError(
                 f"input '{spec.name}' is {spec.type}; random values are made only for {', '.join(DTYPES)}"
             )
-        shape = [
-            size if isinstance(size, int) else (rows if axis == 0 else length) for axis, size in enumerate(spec.shape)
-        ]
+        sizes = enumerate(shapes[spec.name])
+        shape = [size if size is not None else (rows if axis == 0 else length) for axis, size in sizes]
         if "mask" in spec.name.lower() or dtype is np.bool_:
             feed[spec.name] = np.ones(shape, dtype)
         elif np.issubdtype(dtype, np.integer):
@@ -119,3 +141,32 @@ def text_feeds(tokenizer_path: Path, texts: Path) -> Sequence[dict[str, Array]]:
     tokenizer.no_padding()
     rows = [np.array([encoding.ids], dtype=np.int64) for encoding in tokenizer.encode_batch(lines)]
     return [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in rows]
+
+
+def image_feeds(
+    session: ort.InferenceSession, shapes: Mapping[str, Sequence[int | None]], folder: Path
+) -> Sequence[dict[str, Array]]:
+    """One feed for each image: RGB from -1 to 1, scaled to the height and width that the model fixes.
+
+    Where the model leaves one of them open, the image keeps its aspect; where it leaves both, its size.
+    """
+    from PIL import Image, UnidentifiedImageError  # only needed with --images
+
+    inputs = session.get_inputs()
+    if len(inputs) != 1 or inputs[0].type != "tensor(float)" or len(inputs[0].shape) != 4:
+        raise LoadTestError("images need a model with one input, float [batch, 3, height, width]")
+    height, width = shapes[inputs[0].name][2:]
+    feeds = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        try:
+            with Image.open(path) as opened:
+                image = opened.convert("RGB")
+        except (UnidentifiedImageError, OSError):
+            continue
+        high = height or (round(image.height * width / image.width) if width else image.height)
+        wide = width or max(1, round(image.width * high / image.height))
+        pixels = np.asarray(image.resize((wide, max(high, 1))), dtype=np.float32)
+        feeds.append({inputs[0].name: np.ascontiguousarray(pixels.transpose(2, 0, 1)[None] / 127.5 - 1)})
+    if not feeds:
+        raise LoadTestError(f"{folder} must be a folder with images, but none can be read there")
+    return feeds

@@ -48,6 +48,15 @@ def read_settled(url: str) -> Series:
     return read(url)
 
 
+def grown(before: Series, after: Series, name: str, **where: str) -> float:
+    """What all series of the counter `name` with the labels `where` grew by together."""
+    return sum(
+        value - before.get((series, labels), 0.0)
+        for (series, labels), value in after.items()
+        if series == name and where.items() <= dict(labels).items()
+    )
+
+
 def growth(before: Series, after: Series, name: str, label: str, **where: str) -> Mapping[str, float]:
     """By the value of `label`, what the counter `name` grew by; only series with the labels `where`, most first."""
     found: dict[str, float] = {}

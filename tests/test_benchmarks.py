@@ -12,7 +12,7 @@ from benchmarks import machine
 from benchmarks.loader import Measurement
 from benchmarks.rounds import Load, Slice
 from benchmarks.summary import summarise
-from benchmarks.targets import BenchmarkError, prepare
+from benchmarks.targets import BenchmarkError, prepare, with_backends
 from loadtest.lengths import Lengths
 from loadtest.percentiles import percentile
 
@@ -55,6 +55,16 @@ def test_a_repository_is_compared_as_it_is(source: Path, tmp_path: Path):
     assert (target.repository / "m" / "config.pbtxt").read_text() == CONFIG
 
 
+def test_a_further_backend_is_served_beside_the_installed_ones(tmp_path: Path):
+    (tmp_path / "mine" / "onnxruntime").mkdir(parents=True)
+    folder = with_backends(tmp_path / "mine", tmp_path / "work")
+    assert (folder / "onnxruntime").resolve() == tmp_path / "mine" / "onnxruntime"
+    assert (folder / "python" / "triton_python_backend_stub").is_file()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BenchmarkError, match="must be a folder that holds Triton backends"):
+        with_backends(tmp_path / "empty", tmp_path / "other")
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [("nothing", "got 'nothing'"), ("session_run", "two targets"), ("x=.", "must hold m/config")]
 )
@@ -82,6 +92,7 @@ def test_ratios_are_made_round_by_round():
 def test_loads_and_lengths_are_parsed_strictly():
     assert Load.parse("16:8..128") == Load(16, Lengths(8, 128))
     assert str(Load.parse("1:64")) == "1:64"
+    assert Load.parse("14:zipf:8..128x4") == Load(14, Lengths(8, 128, 1.0), rows=4)
     for text in ("16", "0:8", "x:8", "1:", "1:8..4", "1:0", "1:8...9", "-1:8"):
         with pytest.raises(ValueError, match="must be"):
             Load.parse(text)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.loader import Job, run
-from benchmarks.wire import Shot, encode
 from loadtest.lengths import Lengths
 from loadtest.samples import build_pool
+from loadtest.wire import Shot, encode
 from ortgraph.server import ROOT, TritonServer
 
 MODEL = "text_embedding"
@@ -54,14 +57,37 @@ def test_a_wrong_answer_and_a_refusal_are_failures(sample_server: TritonServer, 
 
 def test_a_comparison_writes_what_it_measured(tmp_path: Path):
     output = tmp_path / "result.json"
-    command = [sys.executable, "-m", "benchmarks", "compare", "session_run", "noop", "--load", "2:8..16"]
-    command += ["--rounds", "1", "--slice-s", "1", "--requests", "4", "--output", str(output)]
+    command = [sys.executable, "-m", "benchmarks", "compare", "session_run", "io_binding", "noop"]
+    command += ["--load", "2:8..16", "--rounds", "1", "--slice-s", "1", "--requests", "4", "--output", str(output)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(output.read_text())
-    assert [(row["target"], row["failures"]) for row in result["rows"]] == [("session_run", {}), ("noop", {})]
+    assert [row["target"] for row in result["rows"]] == ["session_run", "io_binding", "noop"]
+    assert all(row["failures"] == {} for row in result["rows"])
     assert all(row["latency"]["count"] > 0 for row in result["rows"])
-    assert len(result["rounds"]) == 2
+    assert len(result["rounds"]) == 3
     assert result["hardware"]["cores"] > 0
     assert "session_run" in done.stdout
     assert "noop" in done.stdout
+
+
+def test_ctrl_c_ends_a_comparison_with_what_was_measured(tmp_path: Path):
+    """Ctrl-C in a terminal reaches the whole process group; the JSON is there after each round."""
+    output = tmp_path / "result.json"
+    command = [sys.executable, "-m", "benchmarks", "compare", "noop", "--load", "1:8", "--rounds", "100"]
+    command += ["--slice-s", "0.3", "--warmup-s", "0", "--requests", "2", "--output", str(output)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        while not output.is_file() and process.poll() is None:
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    result = json.loads(output.read_text())
+    finished = result["plan"]["finished_rounds"]
+    assert 1 <= finished < 100
+    assert len(result["rounds"]) == finished
+    assert result["rows"][0]["latency"]["count"] > 0
+    assert f"stopped by Ctrl-C after {finished} of 100 rounds" in said
+    assert "req/s" in said

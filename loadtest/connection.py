@@ -58,6 +58,13 @@ class Connection:
         body = memoryview(self._got)[self._head : self._total]
         return int(self._got[9:12]), body, int(match[1]) if match else len(body)
 
+    def ask(self, request: bytes) -> tuple[int, memoryview, int]:
+        """Send, and wait for the whole answer (see `answer`)."""
+        self.send(0, request)
+        while not self.receive():
+            pass
+        return self.answer()
+
     def close(self) -> None:
         """Close the socket; twice is safe."""
         self.socket.close()
