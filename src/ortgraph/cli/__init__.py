@@ -5,6 +5,8 @@ from __future__ import annotations
 import typer
 
 from .fetch import fetch
+from .optimize import optimize
+from .quantize import quantize
 from .serve import serve
 
 app = typer.Typer(
@@ -15,3 +17,5 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(fetch)
+app.command()(optimize)
+app.command()(quantize)
