@@ -114,21 +114,23 @@ def quantize(
     console.print(f"wrote {output}", markup=False)
 
 
-def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
+def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    """A graph and those inside it."""
+    yield graph
     for node in graph.node:
-        yield node
         for inner in freezing.subgraphs(node):
-            yield from _nodes(inner)
+            yield from _graphs(inner)
+
+
+def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
+    return (node for inner in _graphs(graph) for node in inner.node)
 
 
 def _prepared(model: ModelProto) -> ModelProto:
     """In place: weights that are Constant nodes become initializers, and every MatMul has a name of its own."""
-    graphs = [model.graph]
     taken: set[str] = set()
-    while graphs:
-        graph = graphs.pop()
+    for graph in _graphs(model.graph):
         for node in list(graph.node):
-            graphs += freezing.subgraphs(node)
             if node.op_type == "Constant" and node.attribute[0].name == "value":
                 graph.initializer.add().CopyFrom(node.attribute[0].t)
                 graph.initializer[-1].name = node.output[0]
@@ -141,9 +143,7 @@ def _prepared(model: ModelProto) -> ModelProto:
 
 def _products(model: ModelProto) -> Iterator[_Product]:
     """What the quantiser takes: MatMul with a constant float matrix on the right, leading dims of 1 allowed."""
-    weights = {tensor.name: tensor for tensor in model.graph.initializer}
-    for graph in (inner for node in _nodes(model.graph) for inner in freezing.subgraphs(node)):
-        weights |= {tensor.name: tensor for tensor in graph.initializer}
+    weights = {tensor.name: tensor for graph in _graphs(model.graph) for tensor in graph.initializer}
     for node in _nodes(model.graph):
         weight = weights.get(node.input[1]) if node.op_type == "MatMul" else None
         if weight is None or weight.data_type not in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16):
@@ -184,17 +184,18 @@ def _quantised(
         except Exception as error:
             raise CommandError(f"ONNX Runtime cannot quantise the model: {first_line(error)}") from error
         made: ModelProto = quantizer.model.model
-    _share_weights(made.graph)
+    for graph in _graphs(made.graph):
+        _drop_copies(graph)
     return made
 
 
-def _share_weights(graph: GraphProto) -> None:
-    """A weight of two products was quantised twice, under one name; the copies are equal."""
-    first: dict[str, TensorProto] = {}
-    for tensor in list(graph.initializer):
-        if tensor.name in first:
-            graph.initializer.remove(tensor)
-        first.setdefault(tensor.name, tensor)
+def _drop_copies(graph: GraphProto) -> None:
+    """A weight of two products is quantised twice, under one name: one of the equal copies goes."""
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    if len(tensors) < len(graph.initializer):
+        kept = [TensorProto.FromString(tensor.SerializeToString()) for tensor in tensors.values()]
+        del graph.initializer[:]
+        graph.initializer.extend(kept)
 
 
 def _is_fast(node: NodeProto, model: ModelProto) -> bool:
