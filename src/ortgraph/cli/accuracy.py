@@ -29,7 +29,7 @@ from ..providers.host import run_on_host
 from ..session import open_session, session_options, specs
 from ..signature import Signature, TensorSpec
 from .console import console
-from .files import CommandError
+from .files import CommandError, file_bytes
 
 _GUESSES = (8, 32, 224)
 _MOST_ROWS = 256  # of an output, for neighbours: every row is compared with every other
@@ -78,6 +78,29 @@ class Candidate:
             self.run(inputs)
             seconds.append(time.perf_counter() - start)
         return statistics.median(seconds)
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What a model file costs; times on the CPU."""
+
+    size_bytes: int
+    load_s: float
+    latency_s: float
+
+
+def measure(path: Path, candidate: Candidate, inputs: Mapping[str, Array]) -> Measures:
+    """The candidate of this file; it is opened once more, since the first time may read from the disk."""
+    latency_s = candidate.latency_s(inputs)
+    return Measures(file_bytes(path), min(candidate.load_s, Candidate(path).load_s), latency_s)
+
+
+def print_measures(sides: Mapping[str, Measures]) -> None:
+    """A row for each file."""
+    table = Table("", "MB", "load ms (CPU)", "run ms (CPU)")
+    for name, side in sides.items():
+        table.add_row(name, f"{side.size_bytes / 1e6:.1f}", f"{1e3 * side.load_s:.1f}", f"{1e3 * side.latency_s:.1f}")
+    console.print(table)
 
 
 @dataclass(frozen=True)
@@ -220,18 +243,32 @@ class Agreement:
     same_order: float | None = None
 
 
-def compare(before: Candidate, after: Candidate, samples: Samples, constants: Mapping[str, Array]) -> list[Agreement]:
-    """Run both models on the samples, the original with the frozen inputs too.
+@dataclass(frozen=True)
+class Answers:
+    """What a model gave for each run."""
+
+    outputs: tuple[TensorSpec, ...]
+    runs: list[HostArrays]
+
+
+def answers(candidate: Candidate, samples: Samples, constants: Mapping[str, Array]) -> Answers:
+    """Run a model on the samples, with frozen inputs if it has them.
 
     Raises:
-        CommandError: one of them does not run.
+        CommandError: it does not run.
     """
     try:
-        pairs = [(before.run({**inputs, **constants}), after.run(inputs)) for inputs in samples.runs]
+        return Answers(candidate.outputs, [candidate.run({**inputs, **constants}) for inputs in samples.runs])
     except RunError as error:
         raise CommandError(f"the model does not run on these inputs: {error}") from error
-    new = {spec.name: spec.dtype for spec in after.outputs}
-    return [_agreement(spec, new[spec.name], pairs) for spec in before.outputs]
+
+
+def compare(wanted: Answers, candidate: Candidate, samples: Samples) -> list[Agreement]:
+    """How the candidate's answers agree with the original's, output by output."""
+    got = answers(candidate, samples, {})
+    dtypes = {spec.name: spec.dtype for spec in got.outputs}
+    pairs = list(zip(wanted.runs, got.runs, strict=True))
+    return [_agreement(spec, dtypes[spec.name], pairs) for spec in wanted.outputs]
 
 
 def _agreement(spec: TensorSpec, new: DType, pairs: Sequence[tuple[HostArrays, HostArrays]]) -> Agreement:

@@ -6,8 +6,8 @@ import contextlib
 import errno
 import logging
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +90,20 @@ def external_files(model: onnx.ModelProto) -> list[str]:
 
 
 @contextlib.contextmanager
+def work_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` for what is not whole yet, gone at the end.
+
+    Its name is known before it is made: a Ctrl-C while `tempfile.TemporaryDirectory` makes one leaves it behind.
+    """
+    work = target.parent / f".{target.name}-{secrets.token_hex(4)}"
+    try:
+        work.mkdir()
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextlib.contextmanager
 def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
     """A folder to fill that becomes `target` in one step at the end, or is gone whatever else happens.
 
@@ -99,12 +113,12 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
     if target.exists() and not force:
         raise CommandError(f"{target} is there already; --force replaces it")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as work:
-        folder = Path(work) / "new"
+    with work_folder(target) as work:
+        folder = work / "new"
         folder.mkdir()
         yield folder
         if target.exists():
-            target.rename(Path(work) / "old")
+            target.rename(work / "old")
         folder.rename(target)
 
 
@@ -120,10 +134,10 @@ def new_file(target: Path, *, force: bool) -> Iterator[Path]:
     if target.exists() and not force:
         raise CommandError(f"{target} is there already; --force replaces it")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as work:
-        path = Path(work) / target.name
+    with work_folder(target) as work:
+        path = work / target.name
         yield path
-        for written in sorted(Path(work).iterdir(), key=lambda file: file == path):
+        for written in sorted(work.iterdir(), key=lambda file: file == path):
             os.replace(written, target.parent / written.name)  # the model last: it is what others look for
 
 

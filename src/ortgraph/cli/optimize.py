@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import onnx
 import typer
-from rich.table import Table
 
 from ..errors import OrtgraphError, first_line
-from ..providers.base import Array
 from . import accuracy, files, freezing
 from .accuracy import Candidate
 from .console import console, steps
@@ -24,17 +21,7 @@ from .files import CommandError
 
 _TOLERANCE, _FP16_TOLERANCE = 1e-3, 2e-2
 _CONTRIB = "com.microsoft"
-_DATA = "basic.onnx.data"
-
-
-@dataclass(frozen=True)
-class _Side:
-    """A model before or after, on the CPU."""
-
-    nodes: int
-    size_bytes: int
-    load_s: float
-    latency_s: float
+_BASIC = "basic.onnx"
 
 
 def optimize(
@@ -63,58 +50,66 @@ def optimize(
 
     Example: ortgraph optimize model.onnx -o fast.onnx --fp16
     """
-    with files.reported(), files.new_file(output, force=force) as target, steps(6) as begin:
+    with (
+        files.reported(),
+        files.new_file(output, force=force) as target,
+        files.work_folder(target) as work,
+        steps(6) as begin,
+    ):
         begin("reading")
         proto = files.load_model(model)
-        before = Candidate(model)
         operators = _operators(proto)
+        before = Candidate(model)
         frozen = freezing.parse_freeze(freeze or [], before.inputs)
-        begin("choosing inputs")
+        begin("running the original")
         if inputs:
             samples = accuracy.read_samples(before, inputs, frozen.values)
         else:
             samples = accuracy.draw_samples(before, sizes, value_ranges, frozen.values, frozen.sizes)
+        wanted = accuracy.answers(before, samples, frozen.values)
+        sides = {"before": accuracy.measure(model, before, {**samples.runs[0], **frozen.values})}
+        del before  # its weights, in memory
         begin("folding constants and branches")
         freezing.freeze(proto, frozen)
-        basic = _basic(proto, output.parent)
-        notes = [note for note in (freezing.control_flow(basic),) if note]
+        basic = _basic(proto, work)
+        notes = [note for note in (samples.remark, freezing.control_flow(basic)) if note]
+        can_fuse = any(node.op_type == "MatMul" for node in basic.graph.node)
+        del proto, basic
         allowed = tolerance if tolerance is not None else _FP16_TOLERANCE if fp16 else _TOLERANCE
 
-        def attempt(candidate: onnx.ModelProto) -> tuple[Candidate, list[accuracy.Agreement], Counter[str]]:
-            made = _half(candidate, keep_io_types) if fp16 else candidate
+        def attempt(source: Path) -> tuple[Candidate, list[accuracy.Agreement], Counter[str]]:
+            made = _half(source, keep_io_types) if fp16 else files.load_model(source)
             counts = _operators(made)
             _drop_unused_opsets(made)
             files.save_model(made, target)
-            after = Candidate(target)
-            agreements = accuracy.compare(before, after, samples, frozen.values)
+            candidate = Candidate(target)
+            agreements = accuracy.compare(wanted, candidate, samples)
             accuracy.check(agreements, allowed)
-            return after, agreements, counts
+            return candidate, agreements, counts
 
         begin("fusing operators and comparing answers")
         try:
-            after, agreements, counts = attempt(_fused(basic))
+            # Without products nothing is fused, and looking for it can take a minute.
+            after, agreements, counts = attempt(_fused(work) if can_fuse else work / _BASIC)
         except OrtgraphError as error:
-            if not _has_products(basic):
+            if not can_fuse:
                 raise
             begin("comparing answers without fused operators")
-            after, agreements, counts = attempt(basic)
+            after, agreements, counts = attempt(work / _BASIC)
             notes.append(f"operators are not fused: {str(error).removesuffix(accuracy.UNWRITTEN)}")
         begin("measuring")
-        sample = samples.runs[0]
-        sides = (
-            _measured(model, operators.total(), before, {**sample, **frozen.values}),
-            _measured(target, counts.total(), after, sample),
-        )
+        sides["after"] = accuracy.measure(target, after, samples.runs[0])
     fused = {name: n for name, n in (counts - operators).items() if name.startswith(_CONTRIB) or "LayerNorm" in name}
-    notes += [samples.remark] if samples.remark else []
+    nodes = {"before": operators.total(), "after": counts.total()}
     if as_json:
         report: dict[str, Any] = {"output": str(output), "provider": "CPUExecutionProvider", "fused": fused}
-        report |= {"before": asdict(sides[0]), "after": asdict(sides[1]), "tolerance": allowed, "notes": notes}
-        print(json.dumps(report | {"runs": len(samples.runs), "outputs": [asdict(found) for found in agreements]}))
+        report |= {name: {"nodes": nodes[name], **asdict(side)} for name, side in sides.items()}
+        report |= {"tolerance": allowed, "notes": notes, "runs": len(samples.runs)}
+        print(json.dumps(report | {"outputs": [asdict(found) for found in agreements]}))
         return
-    _print(sides)
-    shown = (f"{n} {name.rpartition('.')[2]}" for name, n in sorted(fused.items()))
-    console.print(f"fused operators: {', '.join(shown) or 'none'}")
+    accuracy.print_measures(sides)
+    shown = ", ".join(f"{n} {name.rpartition('.')[2]}" for name, n in sorted(fused.items()))
+    console.print(f"{nodes['before']} nodes before, {nodes['after']} after; fused operators: {shown or 'none'}")
     accuracy.print_agreements(agreements, len(samples.runs), notes)
     console.print(f"wrote {output}", markup=False)
 
@@ -130,23 +125,22 @@ def _operators(model: onnx.ModelProto) -> Counter[str]:
     return found
 
 
-def _basic(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
-    """What ONNX Runtime's basic optimisations leave of a model; they run in a process of their own.
+def _basic(model: onnx.ModelProto, work: Path) -> onnx.ModelProto:
+    """What ONNX Runtime's basic optimisations leave of a model, also written to `work`; in a process of their own.
 
     Raises:
         CommandError: ONNX Runtime refuses the model, or crashes.
     """
-    data = [_DATA] if files.weight_bytes(model) > files.ONE_FILE_BYTES else []
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".optimize-") as work:
-        source, target = Path(work) / "frozen.onnx", Path(work) / "basic.onnx"
-        files.save_model(model, source)
-        command = [sys.executable, "-m", "ortgraph.graph_optimiser", str(source), str(target), *data]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
-        if done.returncode < 0:
-            raise CommandError(f"ONNX Runtime crashed (signal {-done.returncode}) while it optimised the model")
-        if done.returncode:
-            raise CommandError(f"ONNX Runtime cannot optimise the model: {done.stderr.strip()}")
-        return files.load_model(target)
+    data = [f"{_BASIC}.data"] if files.weight_bytes(model) > files.ONE_FILE_BYTES else []
+    source, target = work / "frozen.onnx", work / _BASIC
+    files.save_model(model, source)
+    command = [sys.executable, "-m", "ortgraph.graph_optimiser", str(source), str(target), *data]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
+    if done.returncode < 0:
+        raise CommandError(f"ONNX Runtime crashed (signal {-done.returncode}) while it optimised the model")
+    if done.returncode:
+        raise CommandError(f"ONNX Runtime cannot optimise the model: {done.stderr.strip()}")
+    return files.load_model(target, with_data=False)
 
 
 def _drop_unused_opsets(model: onnx.ModelProto) -> None:
@@ -157,13 +151,8 @@ def _drop_unused_opsets(model: onnx.ModelProto) -> None:
     model.opset_import.extend(opsets)
 
 
-def _has_products(model: onnx.ModelProto) -> bool:
-    """Whether there may be something to fuse: without products the optimizer finds nothing, in up to a minute."""
-    return any(node.op_type == "MatMul" for node in model.graph.node)
-
-
-def _fused(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy with the fused operators of ONNX Runtime's transformer optimizer, where there are matrix products.
+def _fused(work: Path) -> Path:
+    """A file with the fused operators of ONNX Runtime's transformer optimizer.
 
     The attention mask stays a mask: the optimizer's default makes a length of it, which allows no holes. The embedding
     look-up is not fused: on CUDA the fused one reads foreign memory for an id outside the table.
@@ -178,21 +167,18 @@ def _fused(model: onnx.ModelProto) -> onnx.ModelProto:
         options = FusionOptions("bert")
         options.use_raw_attention_mask()
         options.enable_embed_layer_norm = False
-        copy = onnx.ModelProto()
-        copy.CopyFrom(model)
-        if not _has_products(model):
-            return copy
         try:
-            fused: onnx.ModelProto = optimize_by_fusion(copy, "bert", 0, 0, options).model
+            fused = optimize_by_fusion(files.load_model(work / _BASIC), "bert", 0, 0, options).model
         except Exception as error:
             raise CommandError(f"the transformer optimizer fails: {first_line(error)}") from error
-    return fused
+    files.save_model(fused, work / "fused.onnx")
+    return work / "fused.onnx"
 
 
-def _half(model: onnx.ModelProto, keep_io_types: bool) -> onnx.ModelProto:
-    """A copy in half precision, but for the operators that ONNX Runtime's converter keeps in single.
+def _half(source: Path, keep_io_types: bool) -> onnx.ModelProto:
+    """The model of a file in half precision, but for the operators that ONNX Runtime's converter keeps in single.
 
-    Its symbolic shape inference is slow, and only for what ONNX's own cannot take: contrib operators, large models.
+    Its symbolic shape inference is slow, and only for what ONNX's own does not know: contrib operators.
 
     Raises:
         CommandError: it fails on this model.
@@ -201,30 +187,15 @@ def _half(model: onnx.ModelProto, keep_io_types: bool) -> onnx.ModelProto:
         from onnxruntime.transformers.float16 import convert_float_to_float16
         from onnxruntime.transformers.onnx_model import OnnxModel
 
-        copy = onnx.ModelProto()
-        copy.CopyFrom(model)
-        is_large = files.weight_bytes(model) > files.ONE_FILE_BYTES
+        has_contrib = any(node.domain for node in files.load_model(source, with_data=False).graph.node)
         try:
-            if is_large or any(node.domain for node in model.graph.node):
-                half = OnnxModel(copy)
+            if has_contrib:
+                half = OnnxModel(files.load_model(source))
                 half.convert_float_to_float16(keep_io_types=keep_io_types)
             else:
-                half = OnnxModel(convert_float_to_float16(copy, keep_io_types=keep_io_types))
+                half = OnnxModel(convert_float_to_float16(str(source), keep_io_types=keep_io_types))
             half.topological_sort()
         except Exception as error:
             raise CommandError(f"the conversion to fp16 fails: {first_line(error)}") from error
         made: onnx.ModelProto = half.model
     return made
-
-
-def _measured(path: Path, nodes: int, candidate: Candidate, inputs: dict[str, Array]) -> _Side:
-    load_s = min(candidate.load_s, Candidate(path).load_s)
-    return _Side(nodes, files.file_bytes(path), load_s, candidate.latency_s(inputs))
-
-
-def _print(sides: tuple[_Side, _Side]) -> None:
-    table = Table("", "nodes", "MB", "load ms (CPU)", "run ms (CPU)")
-    for name, side in zip(("before", "after"), sides, strict=True):
-        seconds = (f"{1e3 * value:.1f}" for value in (side.load_s, side.latency_s))
-        table.add_row(name, str(side.nodes), f"{side.size_bytes / 1e6:.1f}", *seconds)
-    console.print(table)

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
-from rich.table import Table
 
 from ..errors import first_line, nearest
 from ..tactics import GEMM
@@ -73,6 +72,8 @@ def quantize(
             samples = accuracy.read_samples(before, inputs, {})
         else:
             samples = accuracy.draw_samples(before, sizes, value_ranges, {}, {})
+        wanted, side = accuracy.answers(before, samples, {}), accuracy.measure(model, before, samples.runs[0])
+        del before  # its weights, in memory
         begin("quantising weights")
         products = list(_products(_prepared(proto)))
         kept = _kept(products, exclude or [])
@@ -84,12 +85,10 @@ def quantize(
         files.save_model(quantised, target)
         begin("comparing answers")
         after = Candidate(target)
-        agreements = accuracy.compare(before, after, samples, {})
+        agreements = accuracy.compare(wanted, after, samples)
         accuracy.check(agreements, tolerance)
         begin("measuring")
-        sample = samples.runs[0]
-        times = before.latency_s(sample), after.latency_s(sample)
-        bytes_of = files.file_bytes(model), files.file_bytes(target)
+        sides = {"before": side, "after": accuracy.measure(target, after, samples.runs[0])}
     count = len(products) - len(kept)
     notes = [samples.remark] if samples.remark else []
     if others:
@@ -99,14 +98,10 @@ def quantize(
         report: dict[str, Any] = {"output": str(output), "provider": "CPUExecutionProvider", "bits": bits}
         report |= {"block_size": block_size, "symmetric": symmetric, "quantised": count, "fit_fpa_intb_gemm": fast}
         report |= {"kept": [product.node.name for product in kept], "tolerance": tolerance, "notes": notes}
-        for name, size, seconds in zip(("before", "after"), bytes_of, times, strict=True):
-            report[name] = {"size_bytes": size, "latency_s": seconds}
+        report |= {name: asdict(found) for name, found in sides.items()}
         print(json.dumps(report | {"runs": len(samples.runs), "outputs": [asdict(found) for found in agreements]}))
         return
-    table = Table("", "MB", "run ms (CPU)")
-    for name, size, seconds in zip(("before", "after"), bytes_of, times, strict=True):
-        table.add_row(name, f"{size / 1e6:.1f}", f"{1e3 * seconds:.1f}")
-    console.print(table)
+    accuracy.print_measures(sides)
     console.print(
         f"{count} of {len(products)} MatMul in {bits} bits, blocks of {block_size}; {fast} of them can use {GEMM}"
     )
@@ -184,18 +179,7 @@ def _quantised(
         except Exception as error:
             raise CommandError(f"ONNX Runtime cannot quantise the model: {first_line(error)}") from error
         made: ModelProto = quantizer.model.model
-    for graph in _graphs(made.graph):
-        _drop_copies(graph)
     return made
-
-
-def _drop_copies(graph: GraphProto) -> None:
-    """A weight of two products is quantised twice, under one name: one of the equal copies goes."""
-    tensors = {tensor.name: tensor for tensor in graph.initializer}
-    if len(tensors) < len(graph.initializer):
-        kept = [TensorProto.FromString(tensor.SerializeToString()) for tensor in tensors.values()]
-        del graph.initializer[:]
-        graph.initializer.extend(kept)
 
 
 def _is_fast(node: NodeProto, model: ModelProto) -> bool:
