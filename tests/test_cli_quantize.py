@@ -181,6 +181,16 @@ def test_half_precision_fits_the_gpus_fast_kernels(encoder: Path, tmp_path: Path
     assert np.abs(got - wanted).max() < 0.15 * np.abs(wanted).max()
 
 
+def test_a_quantised_encoder_is_optimised_to_half_precision(encoder: Path, tmp_path: Path):
+    """The order in which all products are quantised: fused attention has none that the quantiser takes."""
+    quantised(encoder, tmp_path / "8.onnx", "--bits", "8", *ENCODER_OPTIONS)
+    done = CliRunner().invoke(app, ["optimize", str(tmp_path / "8.onnx"), "-o", str(tmp_path / "half.onnx"), "--fp16"])
+    assert done.exit_code == 0, done.output
+    assert sum(bool(attributes) for attributes in products(tmp_path / "half.onnx").values()) == 6
+    (wanted,), (got,) = run(encoder, sample()), run(tmp_path / "half.onnx", sample())
+    assert np.abs(got - wanted).max() < 0.02 * np.abs(wanted).max()
+
+
 def test_recognition_with_constant_nodes_and_file_type(tmp_path: Path):
     report = quantised(wheels.recognition(), tmp_path / "rec.onnx", "--bits", "8", "--sizes", "x[2]=48; x[3]=96")
     assert report["quantised"] == 9 and report["outputs"][0]["same_largest"] > 0.9

@@ -93,7 +93,9 @@ def quantize(
     notes = [samples.remark] if samples.remark else []
     if others:
         shown = ", ".join(f"{n} {name}" for name, n in others.items())
-        notes.append(f"{shown}: not quantised, ONNX Runtime's quantiser takes MatMul alone (quantise before fusing)")
+        notes.append(
+            f"{shown}: not quantised, ONNX Runtime's quantiser takes MatMul alone; quantise first, then optimise"
+        )
     if as_json:
         report: dict[str, Any] = {"output": str(output), "provider": "CPUExecutionProvider", "bits": bits}
         report |= {"block_size": block_size, "symmetric": symmetric, "quantised": count, "fit_fpa_intb_gemm": fast}
