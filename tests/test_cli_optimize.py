@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+import toys
 import wheels
 from onnx import TensorProto, helper
 from typer.testing import CliRunner
@@ -151,6 +152,56 @@ def test_voice_activity_says_what_still_branches_and_is_free_of_it_with_fixed_si
         state = wanted[1]
 
 
+def branching() -> onnx.ModelProto:
+    """Two Ifs on `flag` whose branches use the same names, read what is around them, and hold another If."""
+
+    def output(name: str) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+
+    def branch(kind: str, nodes: list[onnx.NodeProto], result: str, weight: float) -> onnx.GraphProto:
+        tensor = helper.make_tensor("w", TensorProto.FLOAT, [], [weight])
+        return helper.make_graph(nodes, kind, [], [output(result)], [tensor])
+
+    def nodes(name: str, source: str, result: str, weight: float) -> onnx.NodeProto:
+        inner = [
+            branch(kind, [helper.make_node(op, ["m", "v"], ["r"])], "r", 1.0)
+            for kind, op in (("then", "Add"), ("else", "Sub"))
+        ]
+        # The inner branches read "m" and "v" of the branch around them; their own "w" is another one.
+        taken = [
+            helper.make_node("Mul", [source, "w"], ["m"]),
+            helper.make_node("Identity", ["w"], ["v"]),
+            helper.make_node("If", ["inner"], ["c"], then_branch=inner[0], else_branch=inner[1]),
+        ]
+        branches = (
+            branch("then", taken, "c", weight),
+            branch("else", [helper.make_node("Neg", [source], ["c"])], "c", 9.0),
+        )
+        return helper.make_node("If", ["flag"], [result], name=name, then_branch=branches[0], else_branch=branches[1])
+
+    graph = [nodes("first", "x", "a", 3.0), nodes("second", "a", "y", 5.0)]
+    inputs = [("x", toys.F32, ["n"]), ("flag", toys.BOOL, []), ("inner", toys.BOOL, [])]
+    return toys.model(graph, inputs, [("y", toys.F32, ["n"])])
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_branches_that_share_names_are_folded(tmp_path: Path, flag: bool, inner: bool):
+    source, target = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    onnx.save(branching(), str(source))
+    x = np.arange(4, dtype=np.float32)
+    values = {"flag": np.array(flag), "inner": np.array(inner)}
+    (wanted,) = run(source, {"x": x, **values})
+    optimized(source, target, "--freeze", f"flag={flag}", "--freeze", f"inner={int(inner)}")
+    assert "If" not in operators(target)
+    np.testing.assert_array_equal(run(target, {"x": x})[0], wanted)
+    report = optimized(source, tmp_path / "some.onnx", "--freeze", f"flag={flag}")
+    assert report["notes"] == (
+        ["If 'first/c' (and 1 more) remains: it depends on the values of 'inner'"] if flag else []
+    )
+    np.testing.assert_array_equal(run(tmp_path / "some.onnx", {"x": x, "inner": values["inner"]})[0], wanted)
+
+
 def test_detection_recognition_and_file_type(tmp_path: Path):
     cases = (
         (wheels.text_detection(), ("--sizes", "x[0]=1; x[2]=64; x[3]=96"), {"x": (1, 3, 64, 96)}),
@@ -282,6 +333,11 @@ def test_bad_models_are_one_line(encoder: Path, tmp_path: Path, monkeypatch: Any
 def command(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
     line = [sys.executable, "-m", "ortgraph", "optimize", *map(str, arguments)]
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_an_option_without_its_other_is_a_usage_error(encoder: Path, tmp_path: Path):
+    done = optimize(encoder, "-o", tmp_path / "out.onnx", "--keep-io-types")
+    assert (done.exit_code, done.stdout) == (2, "") and "goes with --fp16" in done.stderr
 
 
 def test_no_permission_to_write(encoder: Path):

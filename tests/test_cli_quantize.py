@@ -144,9 +144,8 @@ def test_neighbours_of_real_sentences(tmp_path: Path):
     given = ("--inputs", str(tmp_path / "sentences.npz"))
     eight = quantised(folder / "1" / "model.onnx", tmp_path / "8.onnx", *given, "--bits", "8", "--tolerance", "0.02")
     assert eight["outputs"][0]["same_nearest"] == 1 and eight["outputs"][0]["cosine"] > 0.999
-    assert eight["notes"] == [
-        "6 Attention: not quantised, ONNX Runtime's quantiser takes MatMul alone (quantise before fusing)"
-    ]
+    (note,) = eight["notes"]
+    assert note.startswith("6 Attention not quantised: ONNX Runtime's quantiser takes MatMul alone")
     four = quantised(folder / "1" / "model.onnx", tmp_path / "4.onnx", *given)
     assert four["outputs"][0]["worst"] > eight["outputs"][0]["worst"] and four["outputs"][0]["cosine"] > 0.9
     (rows,) = run(tmp_path / "4.onnx", inputs)

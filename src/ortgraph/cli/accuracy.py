@@ -331,7 +331,7 @@ def check(agreements: Sequence[Agreement], tolerance: float | None) -> None:
             raise CommandError(
                 f"output '{found.name}' has other shapes, whole numbers, infinities or NaNs than before{UNWRITTEN}"
             )
-        if tolerance is not None and found.worst > tolerance:
+        if tolerance is not None and not found.worst <= tolerance:
             raise CommandError(
                 f"output '{found.name}' lies {found.worst:.1e} from the original's, above the tolerance of "
                 f"{tolerance:g}{UNWRITTEN}"

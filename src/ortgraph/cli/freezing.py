@@ -151,7 +151,7 @@ def _inlined(node: NodeProto, branch: GraphProto, graph: GraphProto) -> list[Nod
     nodes = []
     for inner in branch.node:
         copy = _copy(inner)
-        copy.name = prefix + inner.name
+        copy.name = prefix + inner.name if inner.name else ""
         _rename(copy, names)
         nodes.append(copy)
     for given, wanted in zip(branch.output, node.output, strict=True):
@@ -210,7 +210,10 @@ class _Known:
         given = {source: self.value(source) for source in node.input if source}
         if any(value is None for value in given.values()) or (not given and node.op_type != "Constant"):
             return None
-        found = ReferenceEvaluator(node, opsets=self._opsets).run(None, given)
+        try:
+            found = ReferenceEvaluator(node, opsets=self._opsets).run(None, given)
+        except Exception:  # an operator or type that ONNX's reference lacks
+            return None
         return np.asarray(found[list(node.output).index(name)])
 
     def _shape(self, node: NodeProto) -> list[int | None] | None:

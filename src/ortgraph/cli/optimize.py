@@ -50,6 +50,8 @@ def optimize(
 
     Example: ortgraph optimize model.onnx -o fast.onnx --fp16
     """
+    if keep_io_types and not fp16:
+        raise typer.BadParameter("goes with --fp16", param_hint="--keep-io-types")
     with (
         files.reported(),
         files.new_file(output, force=force) as target,

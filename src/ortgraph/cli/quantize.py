@@ -94,7 +94,7 @@ def quantize(
     if others:
         shown = ", ".join(f"{n} {name}" for name, n in others.items())
         notes.append(
-            f"{shown}: not quantised, ONNX Runtime's quantiser takes MatMul alone; quantise first, then optimise"
+            f"{shown} not quantised: ONNX Runtime's quantiser takes MatMul alone; quantise first, then optimise"
         )
     if as_json:
         report: dict[str, Any] = {"output": str(output), "provider": "CPUExecutionProvider", "bits": bits}
