@@ -226,7 +226,8 @@ class Agreement:
     """How an output agrees with the original's, over all runs.
 
     Attributes:
-        worst: the largest difference, relative to the largest value of the output; inf where NaNs or shapes differ.
+        worst: the largest difference, relative to the largest value of the output; of whole numbers, flags and texts
+            the share that changed; inf where shapes, infinities or NaNs differ.
         mean: the mean difference relative to the mean value.
         cosine: the smallest cosine between two answers' rows (last axis); None where a row is one number.
         same_largest: the share of rows whose largest entry is the same (a classifier's answer).
@@ -273,15 +274,19 @@ def compare(wanted: Answers, candidate: Candidate, samples: Samples) -> list[Agr
 
 def _agreement(spec: TensorSpec, new: DType, pairs: Sequence[tuple[HostArrays, HostArrays]]) -> Agreement:
     name = spec.name
+    if any(old[name].shape != now[name].shape for old, now in pairs):
+        return Agreement(name, math.inf, math.inf)
     if not spec.dtype.is_float or not new.is_float:
-        is_equal = all(np.array_equal(wanted[name], got[name]) for wanted, got in pairs)
-        return Agreement(name, 0.0 if is_equal else math.inf, 0.0 if is_equal else math.inf)
+        changed = np.concatenate([(old[name] != now[name]).ravel() for old, now in pairs])
+        share = float(changed.mean()) if changed.size else 0.0
+        return Agreement(name, share, share)
     wanted = [to_float64(old[name], spec.dtype) for old, _ in pairs]
     got = [to_float64(now[name], new) for _, now in pairs]
     for a, b in zip(got, wanted, strict=True):
-        if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
+        odd = ~np.isfinite(b)
+        if not np.array_equal(a[odd], b[odd], equal_nan=True) or not np.isfinite(a[~odd]).all():
             return Agreement(name, math.inf, math.inf)
-        a[~np.isfinite(a)] = b[~np.isfinite(b)] = 0
+        a[odd] = b[odd] = 0
     difference = np.concatenate([np.abs(a - b).ravel() for a, b in zip(got, wanted, strict=True)])
     size = np.concatenate([np.abs(b).ravel() for b in wanted])
     if not size.size:
@@ -328,9 +333,7 @@ def check(agreements: Sequence[Agreement], tolerance: float | None) -> None:
     """
     for found in agreements:
         if math.isinf(found.worst):
-            raise CommandError(
-                f"output '{found.name}' has other shapes, whole numbers, infinities or NaNs than before{UNWRITTEN}"
-            )
+            raise CommandError(f"output '{found.name}' has other shapes, infinities or NaNs than before{UNWRITTEN}")
         if tolerance is not None and not found.worst <= tolerance:
             raise CommandError(
                 f"output '{found.name}' lies {found.worst:.1e} from the original's, above the tolerance of "
