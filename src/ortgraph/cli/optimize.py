@@ -25,8 +25,8 @@ _BASIC = "basic.onnx"
 
 
 def optimize(
-    model: Annotated[Path, typer.Argument(help="MODEL.onnx")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="OUT.onnx")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX file.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.onnx", help="Where the result goes.")],
     freeze: Annotated[
         list[str] | None, typer.Option(help="INPUT=VALUE, INPUT[AXIS]=SIZE or DIMENSION=SIZE; may be repeated.")
     ] = None,

@@ -38,8 +38,8 @@ class _Product:
 
 
 def quantize(
-    model: Annotated[Path, typer.Argument(help="MODEL.onnx")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="OUT.onnx")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX file.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.onnx", help="Where the result goes.")],
     bits: Annotated[int, typer.Option(help="4 or 8.")] = 4,
     block_size: Annotated[int, typer.Option(help="Weights that share a scale: 16, 32, 64, 128 or 256.")] = 32,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Without zero points.")] = False,
