@@ -90,12 +90,16 @@ class _EncoderWriter:
     def attention_bias(self, mask: str) -> str:
         """0 where a key may be seen, MASKED_SCORE where not: [batch, 1, 1 or (fused) sequence, sequence]."""
         graph = self.graph
+        if not self.spec.fused:
+            row = self.to_model_type(mask, "mask_typed")
+            for axis in (1, 2):
+                row = graph.add("Unsqueeze", row, graph.constant(f"axes_{axis}", [axis], np.int64), name=f"mask_{axis}")
+            row = graph.add("Sub", self.scalar("one_typed", 1.0), row, name="masked")
+            return graph.add("Mul", row, self.scalar("masked_score", MASKED_SCORE), name="attention_bias")
         row = graph.add("Sub", mask, graph.constant("one", 1.0, np.float32), name="mask_minus_one")
         row = graph.add("Mul", row, graph.constant("-masked_score", -MASKED_SCORE, np.float32), name="bias_row_f32")
         row = self.to_model_type(row, "bias_row")
         row = graph.add("Unsqueeze", row, graph.constant("axes_1_2", [1, 2], np.int64), name="bias_row_4d")
-        if not self.spec.fused:
-            return row
         column = graph.add("Mul", mask, graph.constant("zero", 0.0, np.float32), name="bias_column_f32")
         column = self.to_model_type(column, "bias_column")
         column = graph.add("Unsqueeze", column, graph.constant("axes_1_3", [1, 3], np.int64), name="bias_column_4d")
@@ -157,8 +161,8 @@ class _EncoderWriter:
             rows = graph.add("Reshape", rows, split, name=f"{prefix}.{name}.split")
             heads.append(graph.add("Transpose", rows, name=f"{prefix}.{name}.heads", perm=order))
         query, key, value = heads
-        query = graph.add("Mul", query, self.scalar("scale", 1 / math.sqrt(spec.head_size)), name=f"{prefix}.scaled")
         scores = graph.add("MatMul", query, key, name=f"{prefix}.scores")
+        scores = graph.add("Div", scores, self.scalar("scale", math.sqrt(spec.head_size)), name=f"{prefix}.scaled")
         scores = graph.add("Add", scores, bias, name=f"{prefix}.masked_scores")
         share = graph.add("Softmax", scores, name=f"{prefix}.softmax", axis=-1)
         context = graph.add("MatMul", share, value, name=f"{prefix}.context_heads")

@@ -9,6 +9,8 @@ from .convert import convert
 from .doctor import doctor
 from .fetch import fetch
 from .inspect import inspect
+from .optimize import optimize
+from .quantize import quantize
 from .serve import serve
 
 app = typer.Typer(
@@ -23,3 +25,5 @@ app.command()(convert)
 app.command()(serve)
 app.command()(doctor)
 app.command()(fetch)
+app.command()(optimize)
+app.command()(quantize)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from ..errors import OrtgraphError
 from .console import fail
+
+ONE_FILE_BYTES = 1_900_000_000  # a protobuf file ends at 2 GB
 
 
 class CommandError(OrtgraphError):
@@ -105,6 +108,20 @@ def _parents(target: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def work_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` for what is not whole yet, gone at the end.
+
+    Its name is known before it is made: a Ctrl-C while `tempfile.TemporaryDirectory` makes one leaves it behind.
+    """
+    work = target.parent / f".{target.name}-{secrets.token_hex(4)}"
+    try:
+        work.mkdir()
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextlib.contextmanager
 def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
     """A folder to fill that becomes `target` in one step at the end, or is gone whatever else happens.
 
@@ -113,12 +130,12 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
     """
     if target.exists() and not force:
         raise CommandError(f"{target} is there already; --force replaces it")
-    with _parents(target), tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as work:
-        folder = Path(work) / "new"
+    with _parents(target), work_folder(target) as work:
+        folder = work / "new"
         folder.mkdir()
         yield folder
         if target.exists():
-            target.rename(Path(work) / "old")
+            target.rename(work / "old")
         folder.rename(target)
 
 
@@ -133,11 +150,45 @@ def new_file(target: Path, *, force: bool) -> Iterator[Path]:
     """
     if target.exists() and not force:
         raise CommandError(f"{target} is there already; --force replaces it")
-    with _parents(target), tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as work:
-        path = Path(work) / target.name
+    with _parents(target), work_folder(target) as work:
+        path = work / target.name
         yield path
-        for written in sorted(Path(work).iterdir(), key=lambda file: file == path):
+        for written in sorted(work.iterdir(), key=lambda file: file == path):
             os.replace(written, target.parent / written.name)  # the model last: it is what others look for
+
+
+@contextlib.contextmanager
+def quiet_tools() -> Iterator[None]:
+    """Import and call ONNX Runtime's tools in here: without their log, which one of them sets up when imported."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def weight_bytes(model: onnx.ModelProto) -> int:
+    """The size of a model's tensors in memory, near that of its file; 0 for external data that is not loaded."""
+    return sum(len(t.raw_data) + 4 * len(t.float_data) for t in onnx.external_data_helper._get_all_tensors(model))
+
+
+def save_model(model: onnx.ModelProto, path: Path) -> None:
+    """Write a model whose data is loaded; one that is too large for a single file gets `NAME.onnx.data` beside it.
+
+    The model's tensors are then empty.
+    """
+    is_large = weight_bytes(model) > ONE_FILE_BYTES
+    onnx.save(model, str(path), save_as_external_data=is_large, location=f"{path.name}.data" if is_large else None)
+
+
+def file_bytes(path: Path) -> int:
+    """The size of an ONNX file with its external data."""
+    names = external_files(onnx.load(str(path), load_external_data=False))
+    return path.stat().st_size + sum((path.parent / name).stat().st_size for name in names)
 
 
 def copy_model(source: Path, target: Path) -> None:
