@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .fetch import fetch
+from .profile import profile
 from .serve import serve
 
 app = typer.Typer(
@@ -15,3 +16,4 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(fetch)
+app.command()(profile)
