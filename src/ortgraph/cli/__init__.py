@@ -7,6 +7,7 @@ import typer
 from .fetch import fetch
 from .profile import profile
 from .serve import serve
+from .tune import tune
 
 app = typer.Typer(
     help="Serve ONNX models on NVIDIA Triton with a captured graph per shape bucket.",
@@ -17,3 +18,4 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(fetch)
 app.command()(profile)
+app.command()(tune)

@@ -20,7 +20,7 @@ class Target:
     name: str
     model_path: Path
     config_path: Path | None
-    written: TritonConfig | None
+    written: TritonConfig
     settings: ModelConfig
 
 
