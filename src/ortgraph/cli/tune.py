@@ -6,7 +6,9 @@ import contextlib
 import copy
 import difflib
 import hashlib
+import itertools
 import json
+import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,21 +23,24 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from ..buckets import Item
+from ..buckets import Item, default_batch_ladder
 from ..config import ModelConfig
 from ..dtypes import DType
 from ..engine import Engine
+from ..graph import MAX_BUCKETS
 from ..server import Installation, ServerError
-from ..signature import Signature, Sizes
+from ..signature import BATCH, Signature, Sizes
 from ..tuning import axes as tuning_axes
 from ..tuning import load as loads
-from ..tuning import weights
 from ..tuning.axes import INSTANCES, Facts, describe
 from ..tuning.edit import edited
 from ..tuning.inprocess import Engines
+from ..tuning.inputs import known_sizes
 from ..tuning.pairs import FIRST_ROUNDS, Pair, Settings, Subject
 from ..tuning.search import ROUNDS, Budget, Search
 from ..tuning.store import Store, machine
+from ..tuning.tables import candidate_lengths, plan
+from ..tuning.weights import FPA_INTB, Format, advise, fpa_settings, measure_formats
 from . import pbtxt
 from .console import console, fail
 from .files import CommandError, external_files, load_model, new_file, reported
@@ -44,6 +49,7 @@ from .target import Target, read_target
 
 BATCHES = 4  # different batches of requests; each slice of a measurement takes the next ones
 MAX_FORMAT_ROWS = 10
+MAX_SESSIONS = 24
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class _Case:
     per_batch: int
     batches: list[list[dict[str, Any]]]
     shares: Mapping[Sizes, float]
+    padded: tuple[bool, ...]
 
     def message(self, settings: Mapping[str, str]) -> Any:
         """config.pbtxt with these settings."""
@@ -208,6 +215,7 @@ def _examine(target: Target, lengths: str, clients: int, rows: int) -> _Case:
             per_batch=per_batch,
             batches=batches,
             shares=_shares(engine, batches),
+            padded=engine.table.padded,
         )
     finally:
         engine.close()
@@ -263,7 +271,9 @@ def _tune(case: _Case, store: Store, variants: Mapping[str, Path], budget: Budge
     search = Search(store, case.dtypes, case.rounding, engines.open, None if why_no_server else servers, tell)
     tables: dict[str, Any] = {}
     if variants:
-        tables["weight_formats"] = _weight_formats(case, variants, store, budget.part(0.35), tell)
+        tables["weight_formats"] = _weight_formats(case, variants, _Tables(store, budget.part(0.35), tell))
+    if case.is_asynchronous:
+        tables["graph_or_eager"] = _graph_or_eager(case, _Tables(store, budget.part(0.15), tell))
     operators = {node.op_type for node in load_model(case.target.model_path, with_data=False).graph.node}
     facts = Facts(
         provider=case.provider,
@@ -280,6 +290,14 @@ def _tune(case: _Case, store: Store, variants: Mapping[str, Path], budget: Budge
         chosen = search.best.get("intra_op_thread_count", now.get("intra_op_thread_count", "0"))
         search.walk([tuning_axes.affinity_axis(int(chosen) or facts.threads)], session, where="engine")
         search.skipped.append("bucket tables: on the CPU a group runs at its own sizes, not at a bucket's")
+    elif not session.is_over():
+        buckets = _bucket_table(case, search.best, store, tell)
+        if isinstance(buckets, str):
+            search.skipped.append(buckets)
+        else:
+            tables["buckets"] = buckets
+            axis = tuning_axes.Axis("buckets", [{"buckets": buckets["buckets"]}])
+            search.walk([axis] if buckets["buckets"] != now.get("buckets") else [], session, where="engine")
     groups = case.target.written.instance_group
     instances = max(1, groups[0].count) if groups else 1
     if why_no_server:
@@ -305,35 +323,109 @@ def _why_no_server(case: _Case) -> str:
     return f"'{raw[0]}' is {case.dtypes[raw[0]].short}, which the load client cannot send" if raw else ""
 
 
-def _weight_formats(
-    case: _Case, variants: Mapping[str, Path], store: Store, budget: Budget, tell: Any
-) -> dict[str, Any]:
-    """The table of times by M, and what it means for the load; kept in the store."""
-    if "weight_formats" in store.tables:
-        found: dict[str, Any] = store.tables["weight_formats"]
-        return found
+def _weight_formats(case: _Case, variants: Mapping[str, Path], tables: _Tables) -> dict[str, Any]:
+    """The table of times by M, and what it means for the load."""
     sizes = list(case.shares)
     config = case.target.settings
     formats = []
     for label, path in variants.items():
-        formats.append(weights.Format(label, replace(config, model_path=path)))
+        formats.append(Format(label, replace(config, model_path=path)))
         has_nbits = any(node.op_type == "MatMulNBits" for node in load_model(path, with_data=False).graph.node)
         if has_nbits and case.provider == "cuda":
-            session_config = {**config.session_config, **weights.fpa_settings(sizes)}
+            session_config = {**config.session_config, **fpa_settings(sizes)}
             faster = replace(config, model_path=path, session_config=session_config)
-            formats.append(weights.Format(label + weights.FPA_INTB, faster, like=label))
-    maker = loads.drawer(config, case.signature)
-    table = weights.measure_formats(formats, sizes, maker, is_over=budget.is_over, tell=tell)
-    store.tables["weight_formats"] = {
-        "dimensions": [dim.name for dim in case.signature.dims],
-        "rows": table.rows(),
-        "shares": [round(case.shares[s] / sum(case.shares.values()), 4) for s in table.sizes],
-        "largest_difference": table.errors,
-        "refused": table.refused,
-        **weights.advise(table, case.shares),
-    }
+            formats.append(Format(label + FPA_INTB, faster, like=label))
+    return tables.measure("weight_formats", case, formats)
+
+
+def _graph_or_eager(case: _Case, tables: _Tables) -> dict[str, Any]:
+    """Each bucket that the load hits as a replay and without a graph."""
+    config = case.target.settings
+    eager = replace(config, graph_capture="off")
+    return tables.measure("graph_or_eager", case, [Format("graph", config), Format("eager", eager, like="graph")])
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """Measures tables of times by size, and keeps them."""
+
+    store: Store
+    budget: Budget
+    tell: Any
+
+    def measure(self, name: str, case: _Case, formats: Sequence[Format]) -> dict[str, Any]:
+        """The table of that name: the one that is kept, else measured now."""
+        kept = self.store.tables
+        if name not in kept:
+            draw = loads.drawer(case.target.settings, case.signature)
+            is_over, tell = self.budget.is_over, self.tell
+            table = measure_formats(formats, list(case.shares), draw, is_over=is_over, tell=tell)
+            total = sum(case.shares.values())
+            kept[name] = {
+                "dimensions": [dim.name for dim in case.signature.dims],
+                "rows": table.rows(),
+                "shares": [round(case.shares[sizes] / total, 4) for sizes in table.sizes],
+                "largest_difference": table.errors,
+                "refused": table.refused,
+                **advise(table, case.shares),
+            }
+            self.store.save()
+        return dict(kept[name])
+
+
+def _bucket_table(case: _Case, settings: Settings, store: Store, tell: Any) -> dict[str, Any] | str:
+    """The bucket table for the load by measured times, kept in the store; or why there is none."""
+    if "buckets" in store.tables:
+        return dict(store.tables["buckets"])
+    dims, config = case.signature.dims, case.target.settings
+    known = known_sizes(config, case.signature)
+    places = [i for i, dim in enumerate(dims) if dim.name != BATCH and case.padded[i] and i not in known]
+    if not case.is_asynchronous or not places:
+        what = "no graph is captured" if not case.is_asynchronous else "there is no length that may be padded"
+        return f"bucket tables: {what}"
+    tell("bucket table: measuring every size")
+    now = {case.signature.index(name): ladder for name, ladder in config.buckets.items()}
+    rows = (1,)
+    if case.signature.is_batched:
+        rows = now.get(case.signature.index(BATCH)) or default_batch_ladder(config.max_batch_size)
+        if case.provider == "cuda":  # elsewhere a bucket may have a session of its own
+            rows = tuple(sorted({*rows, *default_batch_ladder(config.max_batch_size)}))
+    limit = MAX_BUCKETS if case.provider == "cuda" else MAX_SESSIONS
+    lengths = candidate_lengths(case.load, max(1, limit // len(rows)))
+    ladders = {**now, **dict.fromkeys(places, tuple(lengths))}
+    if case.signature.is_batched:
+        ladders[case.signature.index(BATCH)] = rows
+    engine = Engine.load(case.config({**settings, "buckets": _bucket_text(case, ladders)}))
+    try:
+        if not engine.is_asynchronous:
+            return f"bucket tables: {(*engine.findings.notes, 'nothing could be captured')[0]}"
+
+        def draw(rng: random.Random) -> list[Sizes]:
+            lengths = [case.load.draw(rng) for _ in range(case.per_batch)]
+            return [loads.request_sizes(config, case.signature, case.load, length) for length in lengths]
+
+        found = plan(engine.table, draw, lengths, places)
+        chosen = {i: ladder for i, ladder in enumerate(found.ladders) if ladder}
+        for place in places:  # a longer request than the load's keeps its bucket
+            longer = tuple(size for size in now.get(place, ()) if size > lengths[-1])
+            chosen[place] = (*chosen[place], *longer)
+        measured = itertools.product(*(ladder or () for ladder in engine.table.ladders))
+        store.tables["buckets"] = {
+            "buckets": _bucket_text(case, chosen),
+            "batch_ms": round(found.seconds * 1e3, 4),
+            "least_batch_ms": round(found.least_s * 1e3, 4),
+            "waste": round(found.waste, 4),
+            "count": found.buckets,
+            "measured_ms": {engine.bucket_name(b): round(engine.table.cost(b) * 1e3, 4) for b in measured},
+        }
+    finally:
+        engine.close()
     store.save()
-    return dict(store.tables["weight_formats"])
+    return dict(store.tables["buckets"])
+
+
+def _bucket_text(case: _Case, ladders: Mapping[int, Sequence[int]]) -> str:
+    return "; ".join(f"{case.signature.dims[i].name}={','.join(map(str, ladders[i]))}" for i in sorted(ladders))
 
 
 def _new_text(before: str, case: _Case, winner: Settings) -> str:
@@ -408,8 +500,16 @@ def _show(case: _Case, found: _Found, store: Store, before: str, after: str) -> 
         f"lengths {lengths[0]} to {lengths[-1]}, {case.per_batch} requests a batch",
         markup=False,
     )
-    if "weight_formats" in found.tables:
-        _show_formats(found.tables["weight_formats"])
+    for name, title in (("weight_formats", "by weight format"), ("graph_or_eager", "as a graph and eager")):
+        if name in found.tables:
+            _show_formats(found.tables[name], title)
+    if "buckets" in found.tables:
+        buckets = found.tables["buckets"]
+        console.print(
+            f"bucket table for this load: {buckets['buckets']}: {buckets['count']} buckets, {buckets['batch_ms']:.3f} ms "
+            f"a batch; with all {len(buckets['measured_ms'])} measured ones {buckets['least_batch_ms']:.3f} ms",
+            markup=False,
+        )
     table = Table(box=SIMPLE_HEAD, padding=(0, 1))
     table.add_column("candidate", overflow="fold")
     for heading in ("ms", "before", "ratio", "noise"):
@@ -450,9 +550,9 @@ def _show(case: _Case, found: _Found, store: Store, before: str, after: str) -> 
         console.print("the config stays: nothing is faster by more than the noise")
 
 
-def _show_formats(formats: Mapping[str, Any]) -> None:
+def _show_formats(formats: Mapping[str, Any], title: str) -> None:
     labels = list(formats["mean_us"])
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), title="time of a run by weight format", title_justify="left")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), title=f"time of a run {title}", title_justify="left")
     for heading in ("M", "x".join(formats["dimensions"]), "share", *(f"{label} us" for label in labels), "winner"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row, share in zip(formats["rows"], formats["shares"], strict=True):
@@ -467,6 +567,6 @@ def _show_formats(formats: Mapping[str, Any]) -> None:
     best, means = formats["best"], formats["mean_us"]
     console.print(f"best for this load: {best}, {means[best]:.1f} us a run", markup=False)
     if formats["mixed_pays"]:
-        console.print(f"a format for each size: {formats['mixed_us']:.1f} us a run, which is faster than each alone")
+        console.print(f"the best for each size: {formats['mixed_us']:.1f} us a run, which is faster than each alone")
     else:
-        console.print("a format for each size does not pay: it is not faster than the best one by more than the noise")
+        console.print("a choice for each size does not pay: it is not faster than the best one by more than the noise")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,9 +108,9 @@ def drawer(config: ModelConfig, signature: Signature) -> Callable[[Sizes], dict[
     return Preflight(signature, lambda inputs: {}, {}, {}, config.value_ranges).random_inputs
 
 
-def spread(load: Load, count: int) -> Sequence[int]:
-    """At most so many lengths that stand for the load: quantiles, the largest among them."""
-    ordered = sorted(load.lengths)
+def spread(lengths: Iterable[int], count: int) -> Sequence[int]:
+    """At most so many of these lengths: quantiles, the largest among them."""
+    ordered = sorted(lengths)
     if len(ordered) <= count:
         return ordered
     return sorted({ordered[-(-(i + 1) * len(ordered) // count) - 1] for i in range(count)})

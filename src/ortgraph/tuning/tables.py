@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..buckets import BucketTable, Item, Ladder
-from ..graph import MAX_BUCKETS
 from ..signature import Sizes
 from .load import Load, spread
 
@@ -53,7 +52,7 @@ def best_ladders(weights: Mapping[int, float], cost: Mapping[int, float]) -> lis
         held[bisect.bisect_left(sizes, size)] += weight
     sums = [0.0, *itertools.accumulate(held)]
     # best[j]: least cost of all sizes up to candidate j, which is chosen, with so many chosen; and which.
-    best = [((sums[j + 1]) * cost[size], (size,)) for j, size in enumerate(sizes)]
+    best: list[tuple[float, Ladder]] = [(sums[j + 1] * cost[size], (size,)) for j, size in enumerate(sizes)]
     found = [best[-1][1]]
     for _ in range(1, len(sizes)):
         longer: list[tuple[float, Ladder]] = [(math.inf, ())] * len(sizes)
@@ -67,14 +66,10 @@ def best_ladders(weights: Mapping[int, float], cost: Mapping[int, float]) -> lis
     return found
 
 
-def candidate_lengths(load: Load, batch_sizes: int) -> list[int]:
-    """Sizes worth a bucket: multiples of 8 (of 1 below 64) that hold the load's lengths, as many as may be captured."""
+def candidate_lengths(load: Load, limit: int) -> list[int]:
+    """At most so many sizes worth a bucket: multiples of 8 (any below 64) that hold the load's lengths."""
     step = 8 if max(load.lengths) > 64 else 1
-    rounded: Counter[int] = Counter()
-    for length, count in load.lengths.items():
-        rounded[-(-length // step) * step] += count  # type: ignore[assignment]
-    limit = max(1, min(MAX_LENGTHS, MAX_BUCKETS // max(batch_sizes, 1)))
-    return list(spread(replace(load, lengths=rounded), limit))
+    return list(spread({-(-length // step) * step for length in load.lengths}, min(limit, MAX_LENGTHS)))
 
 
 def plan(
