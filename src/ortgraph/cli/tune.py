@@ -8,6 +8,7 @@ import difflib
 import hashlib
 import itertools
 import json
+import math
 import random
 import sys
 from collections import Counter
@@ -385,14 +386,14 @@ def _bucket_table(case: _Case, settings: Settings, store: Store, tell: Any) -> d
         return f"bucket tables: {what}"
     tell("bucket table: measuring every size")
     now = {case.signature.index(name): ladder for name, ladder in config.buckets.items()}
-    rows = (1,)
+    rows: Sequence[int] = (1,)
     if case.signature.is_batched:
         rows = now.get(case.signature.index(BATCH)) or default_batch_ladder(config.max_batch_size)
         if case.provider == "cuda":  # elsewhere a bucket may have a session of its own
             rows = tuple(sorted({*rows, *default_batch_ladder(config.max_batch_size)}))
     limit = MAX_BUCKETS if case.provider == "cuda" else MAX_SESSIONS
     lengths = candidate_lengths(case.load, max(1, limit // len(rows)))
-    ladders = {**now, **dict.fromkeys(places, tuple(lengths))}
+    ladders: dict[int, Sequence[int]] = {**now, **dict.fromkeys(places, tuple(lengths))}
     if case.signature.is_batched:
         ladders[case.signature.index(BATCH)] = rows
     engine = Engine.load(case.config({**settings, "buckets": _bucket_text(case, ladders)}))
@@ -415,7 +416,7 @@ def _bucket_table(case: _Case, settings: Settings, store: Store, tell: Any) -> d
             "batch_ms": round(found.seconds * 1e3, 4),
             "least_batch_ms": round(found.least_s * 1e3, 4),
             "waste": round(found.waste, 4),
-            "count": found.buckets,
+            "count": math.prod(map(len, chosen.values())),
             "measured_ms": {engine.bucket_name(b): round(engine.table.cost(b) * 1e3, 4) for b in measured},
         }
     finally:
@@ -496,7 +497,7 @@ def _as_json(case: _Case, found: _Found, store: Store, before: str, after: str) 
 def _show(case: _Case, found: _Found, store: Store, before: str, after: str) -> None:
     lengths = sorted(case.load.lengths)
     console.print(
-        f"{case.target.name} on {case.provider}: {case.load.clients} clients, {case.load.rows} rows a request, "
+        f"{case.target.name} on {case.provider}: {case.load.clients} clients, rows a request: {case.load.rows}, "
         f"lengths {lengths[0]} to {lengths[-1]}, {case.per_batch} requests a batch",
         markup=False,
     )
@@ -506,8 +507,9 @@ def _show(case: _Case, found: _Found, store: Store, before: str, after: str) -> 
     if "buckets" in found.tables:
         buckets = found.tables["buckets"]
         console.print(
-            f"bucket table for this load: {buckets['buckets']}: {buckets['count']} buckets, {buckets['batch_ms']:.3f} ms "
-            f"a batch; with all {len(buckets['measured_ms'])} measured ones {buckets['least_batch_ms']:.3f} ms",
+            f"bucket table for this load: {buckets['buckets']} ({buckets['count']} buckets), "
+            f"{buckets['batch_ms']:.3f} ms a batch; "
+            f"all {len(buckets['measured_ms'])} measured ones together: {buckets['least_batch_ms']:.3f} ms",
             markup=False,
         )
     table = Table(box=SIMPLE_HEAD, padding=(0, 1))

@@ -31,7 +31,6 @@ class Plan:
     ladders: tuple[Ladder | None, ...]
     seconds: float
     least_s: float
-    buckets: int
 
     @property
     def waste(self) -> float:
@@ -115,8 +114,7 @@ def plan(
             chosen = with_ladder(fine, [batch], tuple(sorted({1, *ladder})))
             if _price(chosen, trials) <= least_s * (1 + ALLOWED_WASTE):
                 break
-    buckets = math.prod(len(ladder) for ladder in chosen.ladders if ladder)
-    return Plan(chosen.ladders, _price(chosen, trials), least_s, buckets)
+    return Plan(chosen.ladders, _price(chosen, trials), least_s)
 
 
 def _items(trial: Sequence[Sizes]) -> list[Item]:
