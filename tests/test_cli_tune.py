@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonConfig
 from ortgraph.buckets import BucketTable
 from ortgraph.cli import pbtxt
 from ortgraph.config import ModelConfig
-from ortgraph.server import ROOT, Installation, ServerError
+from ortgraph.server import ROOT
 from ortgraph.signature import Sizes
+from ortgraph.tuning import inprocess
 from ortgraph.tuning.axes import INSTANCES, Facts, session_axes
 from ortgraph.tuning.edit import edited
 from ortgraph.tuning.inprocess import Engines
@@ -45,14 +46,9 @@ def encoder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def no_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine without a Triton server."""
-
-    def find() -> Installation:
-        raise ServerError("there is no Triton server; run 'ortgraph fetch'")
-
-    monkeypatch.setattr(Installation, "find", staticmethod(find))
-    yield
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned.hide_server(monkeypatch)
+    monkeypatch.setattr(inprocess, "SLICE_S", 0.01)
 
 
 def test_every_axis_of_the_cpu_is_measured_and_a_second_call_measures_nothing(encoder: Path, no_server: None):
@@ -173,8 +169,9 @@ def test_a_candidate_with_other_answers_is_out(tmp_path: Path):
     )
     for candidate, refused in (({}, ""), ({"any": "1"}, "other answers: output 'y' differs by")):
         pair = Pair("answers", {}, candidate, "engine")
+        is_over = iter((False, True)).__next__
         with engines.open({}, candidate) as (base, other):
-            compare(pair, base, other, {"y": toys.FP32}, 0.0, rounds=1, is_over=lambda: False, after_round=lambda: None)
+            compare(pair, base, other, {"y": toys.FP32}, 0.0, is_over=is_over, after_round=lambda: None)
         assert pair.refused.startswith(refused)
         assert bool(pair.refused) == bool(refused)
         assert len(pair.rounds) == (0 if refused else 1)
@@ -193,6 +190,10 @@ def test_a_win_is_more_than_the_noise():
     # A median 4 % faster, but the rounds lie 20 % apart; the same median in quiet rounds.
     assert not pair([[1.0, r, r, 1.0] for r in (0.7, 0.85, 0.9, 0.96, 1.1, 1.2, 1.3)]).is_better
     assert pair([[1.0, r, r, 1.0] for r in (0.95, 0.955, 0.96, 0.96, 0.96, 0.965, 0.97)]).is_better
+    assert not pair([[1.0, r, r, 1.0] for r in (0.7, 0.85, 0.9, 0.96, 1.1, 1.2, 1.3)]).is_done
+    assert pair([[1.0, 1.0, 1.0, 1.0]] * 7).is_done
+    assert pair([[1.0, 2.0, 2.0, 1.0]] * 3).is_done
+    assert not pair([[1.0, 0.5, 0.5, 1.0]] * 3).is_done
     # A base that differs from itself by 30 % cannot tell 8 % apart.
     wild = [[1.0, 0.92 * (1 + drift) / 2, 0.92 * (1 + drift) / 2, drift] for drift in (0.7, 1.4, 0.6, 1.3, 1, 1.5, 0.8)]
     assert not pair(wild).is_better

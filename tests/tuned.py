@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import pytest
 from typer.testing import CliRunner
 
 from models.encoder import TINY, build
 from ortgraph.cli import app
+from ortgraph.server import Installation, ServerError
 from ortgraph.tuning.axes import INSTANCES, Facts, affinity_axis, session_axes
 
 CONFIG = """# An encoder; this comment stays.
@@ -38,6 +40,15 @@ def write(repository: Path) -> Path:
     onnx.save(build(TINY, seed=3), folder / "1" / "model.onnx")
     (folder / "config.pbtxt").write_text(CONFIG)
     return folder
+
+
+def hide_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a Triton server."""
+
+    def find() -> Installation:
+        raise ServerError("there is no Triton server; run 'ortgraph fetch'")
+
+    monkeypatch.setattr(Installation, "find", staticmethod(find))
 
 
 def tune(*arguments: object) -> tuple[int, str, str]:

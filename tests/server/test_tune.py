@@ -45,8 +45,9 @@ def test_a_model_that_does_not_load_is_a_sentence(tmp_path: Path):
         pass
 
 
-def test_what_wins_is_confirmed_by_the_server(tmp_path: Path):
+def test_what_wins_is_confirmed_by_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The kept measurements say that a setting wins; the server is asked, and its answer decides."""
+    monkeypatch.setattr("ortgraph.tuning.served.SLICE_S", 0.05)
     encoder, results = tuned.write(tmp_path), tmp_path / "results.json"
     tuned.seed(encoder, results)
     found = tuned.measured(encoder, *tuned.LOAD, "--budget-s", 60, "--results", results)

@@ -2,99 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import hashlib
-import itertools
 import json
-import math
-import random
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
 from google.protobuf import text_format  # type: ignore[import-untyped]
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from ..buckets import Item, default_batch_ladder
 from ..config import ModelConfig
-from ..dtypes import DType
-from ..engine import Engine
-from ..graph import MAX_BUCKETS
-from ..server import Installation, ServerError
-from ..signature import BATCH, Signature, Sizes
-from ..tuning import axes as tuning_axes
 from ..tuning import load as loads
-from ..tuning.axes import INSTANCES, Facts, describe
+from ..tuning.axes import INSTANCES, describe
+from ..tuning.case import Case, Model, Variant, examine
 from ..tuning.edit import edited
-from ..tuning.inprocess import Engines
-from ..tuning.inputs import known_sizes
-from ..tuning.pairs import FIRST_ROUNDS, Pair, Settings, Subject
-from ..tuning.search import ROUNDS, Budget, Search
+from ..tuning.pairs import FIRST_ROUNDS, Pair, Settings
+from ..tuning.run import Outcome, run
+from ..tuning.search import Budget
 from ..tuning.store import Store, machine
-from ..tuning.tables import candidate_lengths, plan
-from ..tuning.weights import FPA_INTB, Format, advise, fpa_settings, measure_formats
 from . import pbtxt
 from .console import console, fail
 from .files import CommandError, external_files, load_model, new_file, reported
 from .progress import progress_bar
 from .target import Target, read_target
-
-BATCHES = 4  # different batches of requests; each slice of a measurement takes the next ones
-MAX_FORMAT_ROWS = 10
-MAX_SESSIONS = 24
-
-
-@dataclass(frozen=True)
-class _Case:
-    """What is tuned: the model, its load, and what its engine says of it as configured now."""
-
-    target: Target
-    load: loads.Load
-    provider: str
-    signature: Signature
-    dtypes: Mapping[str, DType]
-    rounding: float
-    is_asynchronous: bool
-    is_joined: bool
-    per_batch: int
-    batches: list[list[dict[str, Any]]]
-    shares: Mapping[Sizes, float]
-    padded: tuple[bool, ...]
-
-    def message(self, settings: Mapping[str, str]) -> Any:
-        """config.pbtxt with these settings."""
-        written = copy.deepcopy(self.target.written)
-        for key, value in settings.items():
-            if key != INSTANCES:
-                pbtxt.set_parameter(written, key, value)
-            elif written.instance_group:
-                written.instance_group[0].count = int(value)
-            else:
-                written.instance_group.add().count = int(value)
-        return written
-
-    def config(self, settings: Mapping[str, str]) -> ModelConfig:
-        """As the serving process would read it."""
-        kind = self.target.settings.instance_kind
-        found = pbtxt.settings(self.message(settings), self.target.model_path, kind=kind)
-        return replace(found, name=self.target.name)
-
-    def served_text(self, settings: Mapping[str, str]) -> str:
-        """config.pbtxt for a repository of our own."""
-        written = self.message(settings)
-        for name in ("name", "version_policy", "default_model_filename"):
-            written.ClearField(name)
-        written.backend = "python"
-        return pbtxt.text(written)
 
 
 def tune(
@@ -133,25 +70,26 @@ def tune(
         with progress_bar() as progress:
             task = progress.add_task("loading", total=budget_s)
             budget = Budget.of(budget_s)
-            case = _examine(target, lengths, clients, rows)
-            store = Store(path, _key(case, variants))
+            given = loads.parse_lengths(lengths) if lengths else None
+            case = examine(_model(target, variants), given, clients, rows)
+            store = Store(path, _key(target, case))
             store.save()
 
             def tell(text: str) -> None:
                 progress.update(task, description=text, completed=budget_s - budget.left_s)
 
             try:
-                found = _tune(case, store, variants, budget, tell)
+                found = run(case, store, budget, tell)
             except KeyboardInterrupt:
                 store.save()
                 progress.stop()
                 fail(f"stopped by Ctrl-C; what was measured is in {path}, and the same command goes on from there", 130)
         before = target.config_path.read_text(encoding="utf-8")
-        after = _new_text(before, case, found.winner) if found.winner else before
-        report = _as_json(case, found, store, before, after)
+        after = _new_text(before, target, found.winner) if found.winner else before
+        report = _as_json(target.name, case, found, store, before, after)
         if not as_json:
-            _show(case, found, store, before, after)
-        if found.winner and (yes or (not as_json and sys.stdin.isatty() and typer.confirm("Write it?"))):
+            _show(target.name, case, found, store, before, after)
+        if found.winner and (yes or (not as_json and _is_accepted())):
             with new_file(target.config_path, force=True) as new:
                 new.write_text(after, encoding="utf-8")
             report["is_written"] = True
@@ -160,85 +98,76 @@ def tune(
         elif found.winner and not as_json:
             console.print("config.pbtxt is as it was; --yes writes the change")
         if as_json:
-            print(json.dumps(report))
+            print(json.dumps(json.loads(json.dumps(report), parse_constant=lambda _: None)))  # JSON has no infinity
 
 
-@dataclass
-class _Found:
-    """The outcome. `winner` holds the settings to write; empty where the config stays as it is."""
-
-    search: Search
-    confirmed: Pair | None
-    winner: Settings
-    tables: dict[str, Any]
-    seconds: float
+def _is_accepted() -> bool:
+    """Ask whoever sits there; without a terminal nobody does."""
+    try:
+        return sys.stdin.isatty() and typer.confirm("Write it?")
+    except typer.Abort:
+        raise KeyboardInterrupt from None
 
 
-def _variants(texts: Sequence[str]) -> dict[str, Path]:
-    found: dict[str, Path] = {}
+def _variants(texts: Sequence[str]) -> dict[str, Variant]:
+    found: dict[str, Variant] = {}
     for text in texts:
         label, equals, file = text.partition("=")
         if not equals or not label or label in found:
             raise CommandError(f"--variant must be label=model.onnx, each label once, got '{text}'")
-        load_model(Path(file), with_data=False)
-        found[label] = Path(file)
+        graph = load_model(Path(file), with_data=False).graph
+        found[label] = Variant(Path(file), any(node.op_type == "MatMulNBits" for node in graph.node))
     return found
 
 
-def _examine(target: Target, lengths: str, clients: int, rows: int) -> _Case:
-    """Load the model as it is configured, and draw the requests of the load.
-
-    Raises:
-        LoadError: it cannot be served.
-        CommandError: it does not take such requests.
-    """
-    given = loads.parse_lengths(lengths) if lengths else None
-    config, written = target.settings, target.written
-    assert written is not None
-    if config.max_batch_size and rows > config.max_batch_size:
-        raise CommandError(f"--rows {rows} is more than max_batch_size {config.max_batch_size}")
-    engine = Engine.load(config)
-    try:
-        signature = engine.signature
-        load = loads.Load(clients, rows, given or loads.default_lengths(config, signature))
-        is_joined = signature.is_batched and written.HasField("dynamic_batching")
-        per_batch = min(clients, config.max_batch_size // rows) if is_joined else 1
-        batches = loads.batches(config, signature, load, per_batch=per_batch, count=BATCHES)
-        return _Case(
-            target=target,
-            load=load,
-            provider=engine.provider_name,
-            signature=signature,
-            dtypes={spec.name: spec.dtype for spec in signature.inputs + signature.outputs},
-            rounding=engine._provider.rounding,
-            is_asynchronous=engine.is_asynchronous,
-            is_joined=is_joined,
-            per_batch=per_batch,
-            batches=batches,
-            shares=_shares(engine, batches),
-            padded=engine.table.padded,
-        )
-    finally:
-        engine.close()
+def _model(target: Target, variants: Mapping[str, Variant]) -> Model:
+    groups = target.written.instance_group
+    return Model(
+        config=target.settings,
+        parameters={key: str(value.string_value) for key, value in target.written.parameters.items()},
+        operators=frozenset(node.op_type for node in load_model(target.model_path, with_data=False).graph.node),
+        has_batching=target.written.HasField("dynamic_batching"),
+        instances=max(1, groups[0].count) if groups else 1,
+        variants=variants,
+        configure=lambda chosen: _configured(target, chosen),
+        served_text=lambda chosen: _served_text(target, chosen),
+    )
 
 
-def _shares(engine: Engine, batches: Sequence[Sequence[Mapping[str, Any]]]) -> dict[Sizes, float]:
-    """At which sizes the load's groups run, and how often; an exact size is rounded up to a power of two."""
-    counts: Counter[Sizes] = Counter()
-    for batch in batches:
-        sizes = [engine.signature.sizes({n: a.shape for n, a in inputs.items()})[0] for inputs in batch]
-        for group in engine.table.group([Item(i, each) for i, each in enumerate(sizes)]):
-            known = group.bucket or tuple(1 << (size - 1).bit_length() for size in group.sizes)
-            counts[known] += 1
-    return dict(counts.most_common(MAX_FORMAT_ROWS))
+def _message(target: Target, chosen: Mapping[str, str]) -> Any:
+    """config.pbtxt with these settings."""
+    written = copy.deepcopy(target.written)
+    for key, value in chosen.items():
+        if key != INSTANCES:
+            pbtxt.set_parameter(written, key, value)
+        elif written.instance_group:
+            written.instance_group[0].count = int(value)
+        else:
+            written.instance_group.add().count = int(value)
+    return written
 
 
-def _key(case: _Case, variants: Mapping[str, Path]) -> dict[str, Any]:
+def _configured(target: Target, chosen: Mapping[str, str]) -> ModelConfig:
+    """As the serving process would read it."""
+    found = pbtxt.settings(_message(target, chosen), target.model_path, kind=target.settings.instance_kind)
+    return replace(found, name=target.name)
+
+
+def _served_text(target: Target, chosen: Mapping[str, str]) -> str:
+    """config.pbtxt for a repository of our own, in which the folder gives the name and the file is model.onnx."""
+    written = _message(target, chosen)
+    for name in ("name", "version_policy", "default_model_filename"):
+        written.ClearField(name)
+    written.backend = "python"
+    return pbtxt.text(written)
+
+
+def _key(target: Target, case: Case) -> dict[str, Any]:
     """What a measurement holds for."""
     return {
-        "model": _digest(case.target.model_path),
-        "config": hashlib.sha256(text_format.MessageToString(case.target.written).encode()).hexdigest(),
-        "variants": {label: _digest(path) for label, path in variants.items()},
+        "model": _digest(target.model_path),
+        "config": hashlib.sha256(text_format.MessageToString(target.written).encode()).hexdigest(),
+        "variants": {label: _digest(variant.path) for label, variant in case.model.variants.items()},
         "load": case.load.key(),
         "machine": machine(),
     }
@@ -254,184 +183,9 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _tune(case: _Case, store: Store, variants: Mapping[str, Path], budget: Budget, tell: Any) -> _Found:
-    start_s = budget.left_s
-    engines = Engines(case.config, case.batches)
-    why_no_server = _why_no_server(case)
-
-    @contextlib.contextmanager
-    def servers(base: Settings, candidate: Settings) -> Iterator[tuple[Subject, Subject]]:
-        from ..tuning.served import served
-
-        case.config(candidate)  # an unknown setting is said at once
-        texts = {"base": case.served_text(base), "candidate": case.served_text(candidate)}
-        requests = [inputs for batch in case.batches for inputs in batch]
-        with served(texts, case.target.model_path, requests, case.dtypes, case.load.clients) as (first, second):
-            yield first, second
-
-    search = Search(store, case.dtypes, case.rounding, engines.open, None if why_no_server else servers, tell)
-    tables: dict[str, Any] = {}
-    if variants:
-        tables["weight_formats"] = _weight_formats(case, variants, _Tables(store, budget.part(0.35), tell))
-    if case.is_asynchronous:
-        tables["graph_or_eager"] = _graph_or_eager(case, _Tables(store, budget.part(0.15), tell))
-    operators = {node.op_type for node in load_model(case.target.model_path, with_data=False).graph.node}
-    facts = Facts(
-        provider=case.provider,
-        cores=len(psutil.Process().cpu_affinity() or [0]),
-        threads=psutil.cpu_count(logical=False) or 1,
-        clients=case.load.clients,
-        has_conv="Conv" in operators,
-        is_float32=any(dtype.onnx_name == "float" for dtype in case.dtypes.values()),
-    )
-    now = {key: str(value.string_value) for key, value in case.target.written.parameters.items()}
-    session = budget.part(0.8 if why_no_server else 0.55)
-    search.walk(tuning_axes.session_axes(facts, now), session, where="engine")
-    if case.provider == "cpu":
-        chosen = search.best.get("intra_op_thread_count", now.get("intra_op_thread_count", "0"))
-        search.walk([tuning_axes.affinity_axis(int(chosen) or facts.threads)], session, where="engine")
-        search.skipped.append("bucket tables: on the CPU a group runs at its own sizes, not at a bucket's")
-    elif not session.is_over():
-        buckets = _bucket_table(case, search.best, store, tell)
-        if isinstance(buckets, str):
-            search.skipped.append(buckets)
-        else:
-            tables["buckets"] = buckets
-            axis = tuning_axes.Axis("buckets", [{"buckets": buckets["buckets"]}])
-            search.walk([axis] if buckets["buckets"] != now.get("buckets") else [], session, where="engine")
-    groups = case.target.written.instance_group
-    instances = max(1, groups[0].count) if groups else 1
-    if why_no_server:
-        search.skipped.append(f"response mode and instances: {why_no_server}")
-    else:
-        axes = tuning_axes.server_axes(facts, is_asynchronous=case.is_asynchronous, instances=instances)
-        search.walk(axes, budget.part(0.5), where="server")
-        if not case.is_asynchronous:
-            search.skipped.append(f"response mode: on the {case.provider} provider one batch runs at a time")
-    engines.close()
-    confirmed = search.confirm(budget, "engine" if why_no_server else "server")
-    winner = dict(search.best) if confirmed is not None and confirmed.is_better else {}
-    engines.close()
-    return _Found(search, confirmed, winner, tables, start_s - budget.left_s)
-
-
-def _why_no_server(case: _Case) -> str:
-    try:
-        Installation.find()
-    except ServerError as error:
-        return str(error)
-    raw = [name for name, dtype in case.dtypes.items() if dtype.is_raw]
-    return f"'{raw[0]}' is {case.dtypes[raw[0]].short}, which the load client cannot send" if raw else ""
-
-
-def _weight_formats(case: _Case, variants: Mapping[str, Path], tables: _Tables) -> dict[str, Any]:
-    """The table of times by M, and what it means for the load."""
-    sizes = list(case.shares)
-    config = case.target.settings
-    formats = []
-    for label, path in variants.items():
-        formats.append(Format(label, replace(config, model_path=path)))
-        has_nbits = any(node.op_type == "MatMulNBits" for node in load_model(path, with_data=False).graph.node)
-        if has_nbits and case.provider == "cuda":
-            session_config = {**config.session_config, **fpa_settings(sizes)}
-            faster = replace(config, model_path=path, session_config=session_config)
-            formats.append(Format(label + FPA_INTB, faster, like=label))
-    return tables.measure("weight_formats", case, formats)
-
-
-def _graph_or_eager(case: _Case, tables: _Tables) -> dict[str, Any]:
-    """Each bucket that the load hits as a replay and without a graph."""
-    config = case.target.settings
-    eager = replace(config, graph_capture="off")
-    return tables.measure("graph_or_eager", case, [Format("graph", config), Format("eager", eager, like="graph")])
-
-
-@dataclass(frozen=True)
-class _Tables:
-    """Measures tables of times by size, and keeps them."""
-
-    store: Store
-    budget: Budget
-    tell: Any
-
-    def measure(self, name: str, case: _Case, formats: Sequence[Format]) -> dict[str, Any]:
-        """The table of that name: the one that is kept, else measured now."""
-        kept = self.store.tables
-        if name not in kept:
-            draw = loads.drawer(case.target.settings, case.signature)
-            is_over, tell = self.budget.is_over, self.tell
-            table = measure_formats(formats, list(case.shares), draw, is_over=is_over, tell=tell)
-            total = sum(case.shares.values())
-            kept[name] = {
-                "dimensions": [dim.name for dim in case.signature.dims],
-                "rows": table.rows(),
-                "shares": [round(case.shares[sizes] / total, 4) for sizes in table.sizes],
-                "largest_difference": table.errors,
-                "refused": table.refused,
-                **advise(table, case.shares),
-            }
-            self.store.save()
-        return dict(kept[name])
-
-
-def _bucket_table(case: _Case, settings: Settings, store: Store, tell: Any) -> dict[str, Any] | str:
-    """The bucket table for the load by measured times, kept in the store; or why there is none."""
-    if "buckets" in store.tables:
-        return dict(store.tables["buckets"])
-    dims, config = case.signature.dims, case.target.settings
-    known = known_sizes(config, case.signature)
-    places = [i for i, dim in enumerate(dims) if dim.name != BATCH and case.padded[i] and i not in known]
-    if not case.is_asynchronous or not places:
-        what = "no graph is captured" if not case.is_asynchronous else "there is no length that may be padded"
-        return f"bucket tables: {what}"
-    tell("bucket table: measuring every size")
-    now = {case.signature.index(name): ladder for name, ladder in config.buckets.items()}
-    rows: Sequence[int] = (1,)
-    if case.signature.is_batched:
-        rows = now.get(case.signature.index(BATCH)) or default_batch_ladder(config.max_batch_size)
-        if case.provider == "cuda":  # elsewhere a bucket may have a session of its own
-            rows = tuple(sorted({*rows, *default_batch_ladder(config.max_batch_size)}))
-    limit = MAX_BUCKETS if case.provider == "cuda" else MAX_SESSIONS
-    lengths = candidate_lengths(case.load, max(1, limit // len(rows)))
-    ladders: dict[int, Sequence[int]] = {**now, **dict.fromkeys(places, tuple(lengths))}
-    if case.signature.is_batched:
-        ladders[case.signature.index(BATCH)] = rows
-    engine = Engine.load(case.config({**settings, "buckets": _bucket_text(case, ladders)}))
-    try:
-        if not engine.is_asynchronous:
-            return f"bucket tables: {(*engine.findings.notes, 'nothing could be captured')[0]}"
-
-        def draw(rng: random.Random) -> list[Sizes]:
-            lengths = [case.load.draw(rng) for _ in range(case.per_batch)]
-            return [loads.request_sizes(config, case.signature, case.load, length) for length in lengths]
-
-        found = plan(engine.table, draw, lengths, places)
-        chosen = {i: ladder for i, ladder in enumerate(found.ladders) if ladder}
-        for place in places:  # a longer request than the load's keeps its bucket
-            longer = tuple(size for size in now.get(place, ()) if size > lengths[-1])
-            chosen[place] = (*chosen[place], *longer)
-        measured = itertools.product(*(ladder or () for ladder in engine.table.ladders))
-        store.tables["buckets"] = {
-            "buckets": _bucket_text(case, chosen),
-            "batch_ms": round(found.seconds * 1e3, 4),
-            "least_batch_ms": round(found.least_s * 1e3, 4),
-            "waste": round(found.waste, 4),
-            "count": math.prod(map(len, chosen.values())),
-            "measured_ms": {engine.bucket_name(b): round(engine.table.cost(b) * 1e3, 4) for b in measured},
-        }
-    finally:
-        engine.close()
-    store.save()
-    return dict(store.tables["buckets"])
-
-
-def _bucket_text(case: _Case, ladders: Mapping[int, Sequence[int]]) -> str:
-    return "; ".join(f"{case.signature.dims[i].name}={','.join(map(str, ladders[i]))}" for i in sorted(ladders))
-
-
-def _new_text(before: str, case: _Case, winner: Settings) -> str:
+def _new_text(before: str, target: Target, winner: Settings) -> str:
     """config.pbtxt with the winner: an edit of the text where that reads as it must, else written anew."""
-    wanted = case.message(winner)
+    wanted = _message(target, winner)
     after = edited(before, winner)
     try:
         read = text_format.Parse(after, type(wanted)())
@@ -450,7 +204,7 @@ def _verdict(pair: Pair) -> str:
         return "refused"
     if pair.is_better:
         return "faster"
-    if not pair.is_done(ROUNDS):
+    if not pair.is_done:
         return "not finished"
     return "slower" if pair.ratio > 1 + pair.noise else "no better"
 
@@ -473,14 +227,13 @@ def _pair_json(pair: Pair) -> dict[str, Any]:
     }
 
 
-def _as_json(case: _Case, found: _Found, store: Store, before: str, after: str) -> dict[str, Any]:
+def _as_json(name: str, case: Case, found: Outcome, store: Store, before: str, after: str) -> dict[str, Any]:
     return {
-        "model": case.target.name,
+        "model": name,
         "provider": case.provider,
         "machine": machine(),
         "load": case.load.key(),
         "requests_a_batch": case.per_batch,
-        "seconds": round(found.seconds, 1),
         "reused_rounds": store.reused,
         "measurements": [_pair_json(pair) for pair in store.pairs if pair.rounds or pair.refused],
         "skipped": found.search.skipped,
@@ -494,16 +247,16 @@ def _as_json(case: _Case, found: _Found, store: Store, before: str, after: str) 
     }
 
 
-def _show(case: _Case, found: _Found, store: Store, before: str, after: str) -> None:
+def _show(name: str, case: Case, found: Outcome, store: Store, before: str, after: str) -> None:
     lengths = sorted(case.load.lengths)
     console.print(
-        f"{case.target.name} on {case.provider}: {case.load.clients} clients, rows a request: {case.load.rows}, "
-        f"lengths {lengths[0]} to {lengths[-1]}, {case.per_batch} requests a batch",
+        f"{name} on {case.provider}: {case.load.clients} clients, rows a request: {case.load.rows}, lengths: "
+        f"{lengths[0]}{f' to {lengths[-1]}' if len(lengths) > 1 else ''}; {case.per_batch} requests a batch",
         markup=False,
     )
-    for name, title in (("weight_formats", "by weight format"), ("graph_or_eager", "as a graph and eager")):
-        if name in found.tables:
-            _show_formats(found.tables[name], title)
+    for key, title in (("weight_formats", "by weight format"), ("graph_or_eager", "as a graph and eager")):
+        if key in found.tables:
+            _show_formats(found.tables[key], title)
     if "buckets" in found.tables:
         buckets = found.tables["buckets"]
         console.print(
@@ -545,7 +298,7 @@ def _show(case: _Case, found: _Found, store: Store, before: str, after: str) -> 
         console.print(_diff(before, after), markup=False, end="")
     elif found.confirmed is not None:
         why = "was not faster when measured once more"
-        if found.confirmed.refused or not found.confirmed.is_done(ROUNDS):
+        if found.confirmed.refused or not found.confirmed.is_done:
             why = "could not be measured once more" + ("" if found.confirmed.refused else "; give more time")
         console.print(f"the config stays: {describe(found.search.best)} {why}", markup=False)
     else:

@@ -19,7 +19,9 @@ from ..providers.base import HostArrays
 Settings = dict[str, str]
 LEAST_GAIN = 0.02  # what is less is not worth a line in a config
 FIRST_ROUNDS = 3
-HOPELESS = 1.15  # so much slower after the first rounds, and the rest is not measured
+ROUNDS, MOST_ROUNDS = 7, 21  # the latter where the machine is not quiet
+QUIET = 0.04
+HOPELESS = 1.1  # so much slower after the first rounds, and the rest is not measured
 _MAD_TO_SIGMA = 1.4826
 
 
@@ -83,10 +85,15 @@ class Pair:
         """Median seconds a request of the candidate."""
         return statistics.median(t for _, b, c, _ in self.rounds for t in (b, c)) if self.rounds else math.nan
 
-    def is_done(self, rounds: int) -> bool:
-        """Nothing more is to be measured."""
-        is_hopeless = len(self.rounds) >= FIRST_ROUNDS and self.ratio > HOPELESS
-        return bool(self.refused) or len(self.rounds) >= rounds or is_hopeless
+    @property
+    def is_done(self) -> bool:
+        """Nothing more is to be measured: it is refused, hopeless, decided, or as well known as it will be."""
+        count = len(self.rounds)
+        if self.refused or count >= MOST_ROUNDS:
+            return True
+        if count < ROUNDS:
+            return count >= FIRST_ROUNDS and self.ratio > HOPELESS + self.noise
+        return self.noise <= QUIET or abs(self.ratio - 1) > self.noise
 
 
 def _sigma(values: Sequence[float]) -> float:
@@ -102,7 +109,6 @@ def compare(
     dtypes: Mapping[str, DType],
     rounding: float,
     *,
-    rounds: int,
     is_over: Callable[[], bool],
     after_round: Callable[[], None],
 ) -> None:
@@ -115,7 +121,7 @@ def compare(
     if pair.error is None:
         pair.error, pair.refused = difference(base.answers(), candidate.answers(), dtypes, rounding)
         after_round()
-    while not pair.is_done(rounds) and not is_over():
+    while not pair.is_done and not is_over():
         number = len(pair.rounds)
         order = (base, candidate, candidate, base)
         pair.rounds.append([subject.seconds(number) for subject in order])

@@ -14,7 +14,6 @@ from .axes import Axis, describe
 from .pairs import Pair, Settings, Subject, compare
 from .store import Store
 
-ROUNDS = 7
 Open = Callable[[Settings, Settings], AbstractContextManager[tuple[Subject, Subject]]]
 
 
@@ -82,7 +81,7 @@ class Search:
             self.store.pairs.remove(pair)
             self.skipped.append(f"{axis}: {error}")
             return None
-        if not pair.is_done(ROUNDS):
+        if not pair.is_done:
             self.open_count += 1
         return pair
 
@@ -92,7 +91,7 @@ class Search:
         Raises:
             ConfigError: the config has no such setting.
         """
-        if pair.is_done(ROUNDS) or budget.is_over():
+        if pair.is_done or budget.is_over():
             return
         how = self.open_engines if pair.where == "engine" else self.open_servers
         assert how
@@ -107,7 +106,6 @@ class Search:
                     candidate,
                     self.dtypes,
                     self.rounding,
-                    rounds=ROUNDS,
                     is_over=budget.is_over,
                     after_round=self.store.save,
                 )
