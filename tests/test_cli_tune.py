@@ -25,15 +25,18 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonConfig
 
 from ortgraph.buckets import BucketTable
 from ortgraph.cli import pbtxt
+from ortgraph.cli.target import read_target
 from ortgraph.config import ModelConfig
 from ortgraph.server import ROOT
 from ortgraph.signature import Sizes
 from ortgraph.tuning import inprocess
-from ortgraph.tuning.axes import INSTANCES, Facts, session_axes
+from ortgraph.tuning.axes import INSTANCES, Axis, Facts, server_axes, session_axes
 from ortgraph.tuning.edit import edited
 from ortgraph.tuning.inprocess import Engines
 from ortgraph.tuning.load import Load, TuningError, parse_lengths, spread
-from ortgraph.tuning.pairs import Pair, compare
+from ortgraph.tuning.pairs import Pair, Settings, compare
+from ortgraph.tuning.search import Budget, Search
+from ortgraph.tuning.store import Store
 from ortgraph.tuning.tables import ALLOWED_WASTE, best_ladders, candidate_lengths, plan
 from ortgraph.tuning.weights import FormatTable, advise
 from tests import toys, tuned
@@ -298,6 +301,39 @@ def test_candidates_fit_the_machine_and_the_config():
     cuda = names(session_axes(Facts("cuda", 16, 8, 8, True, True), {}))
     assert set(cuda) == {"graph or eager", "cuDNN conv search", "NHWC", "cuDNN workspace", "TF32"}
     assert set(names(session_axes(Facts("cuda", 16, 8, 8, False, False), {}))) == {"graph or eager"}
+
+
+def test_only_the_server_shows_instances_and_response_mode():
+    (modes, instances) = server_axes(Facts("cuda", 16, 8, 8, False, False), is_asynchronous=True, instances=1)
+    assert modes.candidates[0] == {"response_mode": "sender", "batches_in_flight": "2"}
+    assert instances.candidates == [{INSTANCES: "2"}, {INSTANCES: "4"}]
+    (instances,) = server_axes(Facts("cpu", 4, 4, 8, False, False), is_asynchronous=False, instances=2)
+    shared = {INSTANCES: "4", "intra_op_thread_count": "1"}
+    assert instances.candidates == [{INSTANCES: "1"}, {INSTANCES: "4"}, shared]
+    assert server_axes(Facts("cpu", 4, 4, 1, False, False), is_asynchronous=False, instances=1) == []
+
+
+def test_a_setting_that_the_config_does_not_know_is_skipped_and_one_that_fails_is_refused(encoder: Path):
+    target = read_target(encoder)
+    ids = np.ones((1, 4), np.int64)
+
+    def configure(chosen: Settings) -> ModelConfig:
+        written = pbtxt.read(encoder / "config.pbtxt")
+        for key, value in chosen.items():
+            pbtxt.set_parameter(written, key, value)
+        return pbtxt.settings(written, target.model_path)
+
+    engines = Engines(configure, [[{"input_ids": ids, "attention_mask": ids}]])
+    store = Store(encoder.parent / "results.json", {})
+    search = Search(store, {"embedding": toys.FP32}, 0.0, engines.open, None, lambda text: None)
+    unknown, failing = {"use_no_such_option": "0"}, {"session.intra_op_thread_affinities": "none"}
+    search.walk([Axis("options", [unknown, failing])], Budget.of(60), where="engine")
+    engines.close()
+    assert [line.split(";")[0] for line in search.skipped] == ["options: unknown parameter 'use_no_such_option'"]
+    (pair,) = store.pairs
+    assert (pair.candidate, pair.rounds, search.best) == (failing, [], {})
+    assert "Processor id must consist of only digits" in pair.refused
+    assert json.loads(store.path.read_text())["sets"][0]["pairs"][0]["refused"] == pair.refused
 
 
 @pytest.mark.parametrize(

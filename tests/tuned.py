@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from models.encoder import TINY, build
 from ortgraph.cli import app
 from ortgraph.server import Installation, ServerError
-from ortgraph.tuning.axes import INSTANCES, Facts, affinity_axis, session_axes
+from ortgraph.tuning.axes import Facts, affinity_axis, server_axes, session_axes
 
 CONFIG = """# An encoder; this comment stays.
 backend: "ortgraph"
@@ -72,10 +72,10 @@ def seed(encoder: Path, results: Path, **confirmed: Any) -> None:
     (mine,) = kept["sets"]
     won = {"axis": "spinning", "base": {}, "candidate": FASTER, "where": "engine", "error": 0.0, "refused": ""}
     lost = [[1.0, 2.0, 2.0, 1.0]] * 7
-    threads = session_axes(Facts("cpu", os.cpu_count() or 1, -1, 4, False, True), {})
+    facts = Facts("cpu", len(os.sched_getaffinity(0)), -1, 4, False, True)
     slower = [
         {**won, "axis": axis.name, "candidate": {**base, **candidate}, "base": base, "rounds": lost}
-        for axis in threads
+        for axis in session_axes(facts, {})
         for candidate in axis.candidates
         for base in ({}, FASTER)
         if candidate != FASTER
@@ -85,10 +85,11 @@ def seed(encoder: Path, results: Path, **confirmed: Any) -> None:
         for count in range(2, 65)
         for candidate in affinity_axis(count).candidates
     ]
+    (instances,) = server_axes(facts, is_asynchronous=False, instances=1)
     slower += [
-        {**won, "axis": "instances", "base": FASTER, "candidate": {**FASTER, INSTANCES: count}, "where": "server"}
+        {**won, "axis": "instances", "base": FASTER, "candidate": {**FASTER, **candidate}, "where": "server"}
         | {"rounds": lost}
-        for count in ("2", "4")
+        for candidate in instances.candidates
     ]
     mine["pairs"] = [{**won, "rounds": [[2.0, 1.0, 1.0, 2.0]] * 7}, *slower]
     if confirmed:

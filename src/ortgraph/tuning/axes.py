@@ -98,7 +98,11 @@ def server_axes(facts: Facts, *, is_asynchronous: bool, instances: int) -> list[
         axes.append(Axis("response mode", modes))
     if facts.clients > 1:
         counts = [count for count in (1, 2, 4) if count != instances and count <= max(2, facts.cores)]
-        axes.append(Axis("instances", [{INSTANCES: str(count)} for count in counts]))
+        several: list[Settings] = [{INSTANCES: str(count)} for count in counts]
+        if facts.provider == "cpu":  # as they are, each instance takes every core
+            threads = {count: str(max(1, facts.cores // count)) for count in counts if count > 1}
+            several += [{INSTANCES: str(count), "intra_op_thread_count": threads[count]} for count in threads]
+        axes.append(Axis("instances", several))
     return axes
 
 
