@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import typer
 from google.protobuf import text_format  # type: ignore[import-untyped]
 from rich.box import SIMPLE_HEAD
@@ -32,6 +33,8 @@ from .console import console, fail
 from .files import CommandError, external_files, load_model, new_file, reported
 from .progress import progress_bar
 from .target import Target, read_target
+
+BUSY = 0.2
 
 
 def tune(
@@ -71,6 +74,7 @@ def tune(
             task = progress.add_task("loading", total=budget_s)
             budget = Budget.of(budget_s)
             given = loads.parse_lengths(lengths) if lengths else None
+            busy = psutil.cpu_percent(interval=0.3) / 100  # what others do here, before anything is measured
             case = examine(_model(target, variants), given, clients, rows)
             store = Store(path, _key(target, case))
             store.save()
@@ -85,10 +89,14 @@ def tune(
                 progress.stop()
                 fail(f"stopped by Ctrl-C; what was measured is in {path}, and the same command goes on from there", 130)
         before = target.config_path.read_text(encoding="utf-8")
+        if pbtxt.read(target.config_path) != target.written:
+            raise CommandError(f"{target.config_path} was changed meanwhile; run the command again")
         after = _new_text(before, target, found.winner) if found.winner else before
-        report = _as_json(target.name, case, found, store, before, after)
+        report = {**_as_json(target.name, case, found, store, before, after), "busy_share": busy}
         if not as_json:
             _show(target.name, case, found, store, before, after)
+            if busy > BUSY:
+                console.print(f"others used {busy:.0%} of the processors: what wins now may lose on a quiet machine")
         if found.winner and (yes or (not as_json and _is_accepted())):
             with new_file(target.config_path, force=True) as new:
                 new.write_text(after, encoding="utf-8")

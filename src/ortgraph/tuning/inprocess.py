@@ -22,6 +22,10 @@ MAX_BATCHES = 1000
 Batches = Sequence[Sequence[dict[str, Array]]]
 
 
+class DeviceLost(TuningError):
+    """A run lost the CUDA context of this process."""
+
+
 class EngineSubject:
     """An engine that answers batch after batch, each as full as the load's clients make it."""
 
@@ -96,7 +100,10 @@ class Engines:
             other.count = self._base.count
             yield self._base, other
         finally:
+            is_lost = not (self._base.engine.is_healthy and other.engine.is_healthy)
             other.engine.close()
+            if is_lost:
+                raise DeviceLost("the device was lost in a run; the same command goes on without this candidate")
 
     def _load(self, config: ModelConfig) -> EngineSubject:
         engine = Engine.load(config)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from ..dtypes import DType
 from ..errors import ConfigError, OrtgraphError
 from .axes import Axis, describe
+from .inprocess import DeviceLost
 from .pairs import Pair, Settings, Subject, compare
 from .store import Store
 
@@ -57,7 +58,6 @@ class Search:
     open_servers: Open | None
     tell: Callable[[str], None]
     best: Settings = field(default_factory=dict)
-    wins: list[Pair] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     open_count: int = 0
 
@@ -67,9 +67,7 @@ class Search:
             pairs = [self._try(axis.name, candidate, budget, where) for candidate in axis.candidates]
             winners = [pair for pair in pairs if pair is not None and pair.is_better]
             if winners:
-                winner = min(winners, key=lambda pair: pair.ratio)
-                self.best = dict(winner.candidate)
-                self.wins.append(winner)
+                self.best = dict(min(winners, key=lambda pair: pair.ratio).candidate)
 
     def _try(self, axis: str, candidate: Settings, budget: Budget, where: str) -> Pair | None:
         """Measure a candidate on top of the best so far; None where there is no time left, or it is unknown here."""
@@ -90,6 +88,7 @@ class Search:
 
         Raises:
             ConfigError: the config has no such setting.
+            DeviceLost: nothing can be measured in this process any more.
         """
         if pair.is_done or budget.is_over():
             return
@@ -113,7 +112,10 @@ class Search:
             raise
         except OrtgraphError as error:
             pair.refused = str(error)
-        self.store.save()
+            if isinstance(error, DeviceLost):
+                raise
+        finally:
+            self.store.save()
 
     def confirm(self, budget: Budget, where: str) -> Pair | None:
         """All that won together against the config as it is, measured anew; None where nothing won."""
