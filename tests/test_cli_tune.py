@@ -298,6 +298,9 @@ def test_candidates_fit_the_machine_and_the_config():
     assert not any(
         "cpu_streams" in c for a in session_axes(Facts("cpu", 4, 2, 1, False, True), {}) for c in a.candidates
     )
+    own = names(session_axes(Facts("cpu", 2, 2, 1, False, True), {"intra_op_thread_count": "1"}))
+    assert own["threads"] == [{"intra_op_thread_count": "2"}]
+    assert names(session_axes(Facts("cpu", 2, 2, 1, False, True), {}))["threads"] == [{"intra_op_thread_count": "1"}]
     cuda = names(session_axes(Facts("cuda", 16, 8, 8, True, True), {}))
     assert set(cuda) == {"graph or eager", "cuDNN conv search", "NHWC", "cuDNN workspace", "TF32"}
     assert set(names(session_axes(Facts("cuda", 16, 8, 8, False, False), {}))) == {"graph or eager"}

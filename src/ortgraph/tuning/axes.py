@@ -33,7 +33,7 @@ class Facts:
 
 def session_axes(facts: Facts, now: Mapping[str, str]) -> list[Axis]:
     """What can be measured in this process; `now` are the config's own parameters."""
-    axes = _cpu_axes(facts) if facts.provider == "cpu" else _gpu_axes(facts)
+    axes = _cpu_axes(facts, now) if facts.provider == "cpu" else _gpu_axes(facts)
     return [
         Axis(axis.name, kept)
         for axis in axes
@@ -41,8 +41,9 @@ def session_axes(facts: Facts, now: Mapping[str, str]) -> list[Axis]:
     ]
 
 
-def _cpu_axes(facts: Facts) -> list[Axis]:
-    counts = sorted({1, *(2**i for i in range(1, 9) if 2**i <= facts.cores), facts.cores} - {facts.threads})
+def _cpu_axes(facts: Facts, now: Mapping[str, str]) -> list[Axis]:
+    current = int(now.get("intra_op_thread_count", "0")) or facts.threads
+    counts = sorted({1, *(2**i for i in range(1, 9) if 2**i <= facts.cores), facts.cores} - {current})
     threads: list[Settings] = [{"intra_op_thread_count": str(count)} for count in counts]
     if facts.clients > 1:
         threads += [

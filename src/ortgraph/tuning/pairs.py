@@ -109,6 +109,7 @@ def compare(
     dtypes: Mapping[str, DType],
     rounding: float,
     *,
+    at_least: int = 0,
     is_over: Callable[[], bool],
     after_round: Callable[[], None],
 ) -> None:
@@ -116,12 +117,14 @@ def compare(
 
     Args:
         rounding: how far two right answers may lie apart beyond the element types' own tolerances.
+        at_least: so many rounds are measured even if the time is over.
         after_round: called after each, to keep it.
     """
     if pair.error is None:
         pair.error, pair.refused = difference(base.answers(), candidate.answers(), dtypes, rounding)
         after_round()
-    while not pair.is_done and not is_over():
+    start = len(pair.rounds)
+    while not pair.is_done and (len(pair.rounds) - start < at_least or not is_over()):
         number = len(pair.rounds)
         order = (base, candidate, candidate, base)
         pair.rounds.append([subject.seconds(number) for subject in order])

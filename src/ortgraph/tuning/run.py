@@ -30,6 +30,7 @@ from .tables import candidate_lengths, plan
 from .weights import FPA_INTB, Format, advise, fpa_settings, measure_formats
 
 MAX_SESSIONS = 24  # buckets to try where each may have a session of its own
+CONFIRM_S = 25.0  # to start the server once more and measure what has won
 Tell = Callable[[str], None]
 
 
@@ -70,7 +71,7 @@ def run(case: Case, store: Store, budget: Budget, tell: Tell) -> Outcome:
                 search.skipped.append(f"response mode: on the {case.provider} provider one batch runs at a time")
             instances = case.model.instances
             axes = server_axes(_facts(case), is_asynchronous=case.is_asynchronous, instances=instances)
-            search.walk(axes, budget.part(0.5), where="server")
+            search.walk(axes, Budget.of(min(budget.left_s / 2, max(budget.left_s - CONFIRM_S, 0.0))), where="server")
         confirmed = search.confirm(budget, "engine" if why_no_server else "server")
     finally:
         engines.close()

@@ -12,7 +12,7 @@ from ..dtypes import DType
 from ..errors import ConfigError, OrtgraphError
 from .axes import Axis, describe
 from .inprocess import DeviceLost
-from .pairs import Pair, Settings, Subject, compare
+from .pairs import FIRST_ROUNDS, Pair, Settings, Subject, compare
 from .store import Store
 
 Open = Callable[[Settings, Settings], AbstractContextManager[tuple[Subject, Subject]]]
@@ -105,6 +105,7 @@ class Search:
                     candidate,
                     self.dtypes,
                     self.rounding,
+                    at_least=FIRST_ROUNDS if pair.where == "server" else 0,  # starting it was the larger part
                     is_over=budget.is_over,
                     after_round=self.store.save,
                 )
