@@ -96,6 +96,12 @@ class Search:
         assert how
         so_far = f"; best so far: {describe(self.best)}" if self.best else ""
         self.tell(f"{pair.axis}: {label}{so_far}")
+
+        def keep() -> None:
+            self.store.save()
+            now = f", {pair.ratio:.2f} after {len(pair.rounds)} rounds" if pair.rounds else ""
+            self.tell(f"{pair.axis}: {label}{now}{so_far}")
+
         try:
             with contextlib.ExitStack() as stack:
                 base, candidate = stack.enter_context(how(pair.base, pair.candidate))
@@ -107,7 +113,7 @@ class Search:
                     self.rounding,
                     at_least=FIRST_ROUNDS if pair.where == "server" else 0,  # starting it was the larger part
                     is_over=budget.is_over,
-                    after_round=self.store.save,
+                    after_round=keep,
                 )
         except ConfigError:
             raise
