@@ -20,6 +20,7 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx import helper
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonConfig
 
@@ -129,13 +130,19 @@ def test_ctrl_c_keeps_what_was_measured(encoder: Path):
     assert sorted(path.name for path in encoder.parent.iterdir()) == ["encoder", "results.json"]
 
 
-def test_an_encoder_in_two_weight_formats(encoder: Path, no_server: None):
+def test_an_encoder_in_three_weight_formats(encoder: Path, no_server: None):
     model = onnx.load(encoder / "1" / "model.onnx")
     quantizer = MatMulNBitsQuantizer(model, block_size=32, is_symmetric=True)
     quantizer.process()
     int4 = encoder.parent / "int4.onnx"
     onnx.save(quantizer.model.model, int4)
+    half = onnx.load(encoder / "1" / "model.onnx")
+    half.graph.node[-1].output[0] = "single"
+    half.graph.node.append(helper.make_node("Cast", ["single"], ["embedding"], to=toys.F16))
+    half.graph.output[0].type.tensor_type.elem_type = toys.F16
+    onnx.save(half, encoder.parent / "half.onnx")
     variants = ("--variant", f"fp32={encoder / '1' / 'model.onnx'}", "--variant", f"int4={int4}")
+    variants = (*variants, "--variant", f"half={encoder.parent / 'half.onnx'}")
     found = measured(encoder, *LOAD, *variants, "--budget-s", 6, "--results", encoder.parent / "results.json")
     table = found["weight_formats"]
     assert [row["m"] for row in table["rows"]] == sorted(row["m"] for row in table["rows"])
@@ -145,6 +152,8 @@ def test_an_encoder_in_two_weight_formats(encoder: Path, no_server: None):
     assert sum(table["shares"]) == pytest.approx(1, abs=0.01)
     assert table["largest_difference"]["fp32"] == 0
     assert 0 < table["largest_difference"]["int4"] < 0.5
+    assert 0 < table["largest_difference"]["half"] < 1e-3
+    assert table["refused"] == {}
     assert table["best"] == min(table["mean_us"], key=table["mean_us"].get)
     assert table["mixed_us"] <= table["mean_us"][table["best"]] + 0.01
 

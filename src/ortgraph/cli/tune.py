@@ -325,7 +325,7 @@ def _show_formats(formats: Mapping[str, Any], title: str) -> None:
     console.print(table)
     for label, reason in formats["refused"].items():
         console.print(f"{label}: left out, {reason}", markup=False)
-    for label, error in formats["largest_difference"].items():
+    for label, error in list(formats["largest_difference"].items())[1:]:
         console.print(f"{label}: answers differ by {error:.1e} from those of {labels[0]}", markup=False)
     best, means = formats["best"], formats["mean_us"]
     console.print(f"best for this load: {best}, {means[best]:.1f} us a run", markup=False)

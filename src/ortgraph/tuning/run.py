@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from ..buckets import default_batch_ladder
+from ..config import ModelConfig
 from ..engine import Engine
 from ..graph import MAX_BUCKETS
 from ..server import Installation, ServerError
@@ -131,7 +132,8 @@ def _tables(case: Case, store: Store, budget: Budget, tell: Tell) -> dict[str, A
 
 def _formats(case: Case) -> list[Format]:
     """The variants, on CUDA those with 4-bit weights also with fpA_intB."""
-    config, formats = case.model.config, []
+    config: ModelConfig = replace(case.model.config, outputs=())  # their element types may differ between formats
+    formats = []
     for label, variant in case.model.variants.items():
         formats.append(Format(label, replace(config, model_path=variant.path)))
         if variant.has_nbits and case.provider == "cuda":

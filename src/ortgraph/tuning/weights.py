@@ -165,11 +165,11 @@ def _run(engine: Engine, feeds: Mapping[str, Array], repeats: int) -> float:
 
 
 def _difference(wanted: Sequence[HostArrays], got: Sequence[HostArrays]) -> float:
-    """The largest, relative to the largest value of the same output; infinite where shapes or NaNs differ."""
+    """The largest, relative to the largest value of the same output; infinite where outputs, shapes or NaNs differ."""
     worst = 0.0
     for right, answer in zip(wanted, got, strict=True):
         for name, array in right.items():
-            if array.shape != answer[name].shape or not np.isfinite(answer[name]).all():
+            if name not in answer or array.shape != answer[name].shape or not np.isfinite(answer[name]).all():
                 return math.inf
             if array.size:
                 worst = max(worst, float(np.abs(answer[name] - array).max() / max(np.abs(array).max(), 1e-6)))
