@@ -39,7 +39,7 @@ from ortgraph.tuning.pairs import Pair, Settings, compare
 from ortgraph.tuning.search import Budget, Search
 from ortgraph.tuning.store import Store
 from ortgraph.tuning.tables import ALLOWED_WASTE, best_ladders, candidate_lengths, plan
-from ortgraph.tuning.weights import FormatTable, advise
+from ortgraph.tuning.weights import FormatTable, advise, fpa_settings
 from tests import toys, tuned
 from tests.tuned import CONFIG, FASTER, LOAD, measured, seed, tune
 
@@ -282,6 +282,11 @@ def test_a_mixed_choice_is_advised_only_where_it_pays():
     assert not advise(crossed, {(1, 1): 1, (1, 64): 0})["mixed_pays"]
     crossed.noise = {"fp16": 0.0, "int4": 0.4}
     assert not advise(crossed, {(1, 1): 3, (1, 64): 1})["mixed_pays"]
+
+
+def test_fpa_intb_is_told_every_m():
+    wanted = {"ep.cuda.fpa_intb_gemm": "1", "ep.cuda.fpa_intb_profile_m": "8,16,64"}
+    assert fpa_settings([(1, 8), (2, 8), (1, 16), (4, 16)]) == wanted
 
 
 def test_a_config_keeps_its_comments():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,8 @@ class Model:
 class Case:
     """A model under its load, and what its engine says of it as configured now.
 
-    `per_batch` requests come together; `shares` holds at which sizes the load's groups run, and how often.
+    `per_batch` requests come together; `shares` holds at which sizes the load's groups run, and how often; `buckets`
+    are all declared ones.
     """
 
     model: Model
@@ -64,6 +66,7 @@ class Case:
     batches: list[list[dict[str, Any]]]
     shares: Mapping[Sizes, float]
     padded: tuple[bool, ...]
+    buckets: list[Sizes]
 
 
 def examine(model: Model, lengths: Mapping[int, float] | None, clients: int, rows: int) -> Case:
@@ -95,6 +98,7 @@ def examine(model: Model, lengths: Mapping[int, float] | None, clients: int, row
             batches=drawn,
             shares=_shares(engine, drawn),
             padded=engine.table.padded,
+            buckets=list(itertools.product(*(ladder or () for ladder in engine.table.ladders))),
         )
     finally:
         engine.close()

@@ -137,7 +137,7 @@ def _formats(case: Case) -> list[Format]:
     for label, variant in case.model.variants.items():
         formats.append(Format(label, replace(config, model_path=variant.path)))
         if variant.has_nbits and case.provider == "cuda":
-            session_config = {**config.session_config, **fpa_settings(list(case.shares))}
+            session_config = {**config.session_config, **fpa_settings([*case.buckets, *case.shares])}
             faster = replace(config, model_path=variant.path, session_config=session_config)
             formats.append(Format(label + FPA_INTB, faster, like=label))
     return formats
