@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import pytest
 from onnx import TensorProto, helper
 from PIL import Image
 
+from ortgraph.config import ModelConfig
 from ortgraph.server import ROOT
+from ortgraph.tuning import traced
+from ortgraph.tuning.load import TuningError
 from ortgraph.tuning.trace import summarise
 from tests import toys
 
@@ -106,28 +110,25 @@ def test_the_time_of_a_loop_is_not_counted_twice(tmp_path: Path):
     assert sum(nodes.values()) <= found["steady_ms"] * 1.5
 
 
-def test_device_kernels_go_to_the_node_that_started_them():
-    """A trace in the form of the CUDA provider's: kernels and copies beside the nodes."""
-    node = {"cat": "Node", "tid": 1, "args": {"op_name": "MatMul", "provider": "CUDAExecutionProvider"}}
-    events: list[dict[str, Any]] = []
-    for start in (0, 1000, 2000):
-        events += [
-            {"cat": "Session", "name": "model_run", "ts": start, "dur": 900},
-            {**node, "name": "product_kernel_time", "ts": start + 10, "dur": 20},
-            {
-                "cat": "Kernel",
-                "name": "gemm",
-                "ts": start + 50,
-                "dur": 400,
-                "args": {"parent_name": "product_kernel_time"},
-            },
-            {"cat": "Kernel", "name": "MemcpyHostToDevice", "ts": start + 5, "dur": 30, "args": {}},
-        ]
-    found = summarise(events)
-    (product,) = found.nodes
-    assert (product.host_ms, product.device_ms, product.ms, product.provider) == (0.02, 0.4, 0.4, "cuda")
-    assert found.copies == {"MemcpyHostToDevice": (1.0, 0.03)}
-    assert (found.first_ms, found.median_ms, found.outside_ms) == (0.9, 0.9, 0.88)
+def test_a_second_trace_gives_the_time_with_the_device(tmp_path: Path):
+    """A process of its own makes it, there on the CPU; its times count for nodes that are not on the CPU."""
+    ids = np.ones((1, 8), np.int64)
+    config = ModelConfig("model", "1", EMBEDDING / "1" / "model.onnx", execution_provider="cpu")
+    feeds = {"input_ids": ids, "attention_mask": ids}
+    events = traced.trace(config, (), feeds, 3, tmp_path)
+    waited = traced.trace_waiting(config, (), feeds, 3, tmp_path)
+    assert len(waited) == len(events)
+    assert all(node.device_ms is None for node in summarise(events, waited).nodes)
+    for event in (*events, *waited):
+        if "provider" in event["args"]:
+            event["args"]["provider"] = "CUDAExecutionProvider"
+    found = summarise(events, waited)
+    assert {node.name: node.device_ms for node in found.nodes} == {
+        node.name: node.host_ms for node in summarise(waited).nodes
+    }
+    assert [node.ms for node in found.nodes] == [node.device_ms for node in found.nodes]
+    with pytest.raises(TuningError, match=r"^the model cannot be profiled with waits: .*model\.onnx is missing"):
+        traced.trace_waiting(replace(config, model_path=tmp_path / "model.onnx"), (), feeds, 3, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -8,25 +8,23 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import onnxruntime as ort
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..config import ModelConfig
 from ..dtypes import as_storage
-from ..errors import ConfigError, ModelError, RunError
-from ..providers.base import Array, HostArrays
-from ..providers.host import run_on_host
-from ..session import open_session, session_options, specs
+from ..errors import ConfigError, RunError
+from ..providers.base import Array
 from ..signature import Signature
 from ..tuning import inputs as generated
+from ..tuning import traced
 from ..tuning.trace import NodeTime, Profile, summarise
 from .console import console
 from .files import CommandError, new_file, reported
@@ -37,15 +35,6 @@ MAX_EVENTS = 900_000  # ONNX Runtime's profiler stops at a million
 MAX_ELEMENTS = 2**28  # of a generated input
 _SHOWN = 12
 _CHARTS = (".png", ".svg")
-
-
-@dataclass(frozen=True)
-class _Session:
-    """An open session and how to run it: host arrays in, host arrays out."""
-
-    session: ort.InferenceSession
-    signature: Signature
-    run: Callable[[dict[str, Array]], HostArrays]
 
 
 def profile(
@@ -114,44 +103,17 @@ def _read_npz(path: Path) -> dict[str, Array]:
         raise CommandError(f"{path} is not an .npz file of plain arrays") from error
 
 
-def _open(config: ModelConfig, addressed: tuple[str, ...], prefix: str = "") -> _Session:
-    """A session without graph capture: the profiler sees nodes, not a replay."""
-    options = session_options(config)
-    if prefix:
-        options.enable_profiling = True
-        options.profile_file_prefix = prefix
-    providers: list[Any] = ["CPUExecutionProvider"]
-    if config.execution_provider == "cuda":
-        settings = {"device_id": str(config.device_id), "cudnn_conv_algo_search": "HEURISTIC"}
-        providers.insert(0, ("CUDAExecutionProvider", {**settings, **config.provider_options}))
-        from ..providers import driver
-
-        driver.use_device(config.device_id)  # raises where there is none; ONNX Runtime would run on the CPU instead
-    elif config.execution_provider == "webgpu":
-        from ..providers.webgpu import find_device
-
-        options.add_provider_for_devices([find_device()], {"enableInt64": "1", **config.webgpu_options})
-        providers = []
-    session = open_session(config, options, providers)
-    inputs, outputs, not_tensors = specs(session)
-    if not_tensors:
-        raise ModelError(f"{not_tensors[0]}; only tensors of known element types can be profiled")
-    try:
-        signature = generated.build_signature(config, inputs, outputs, addressed)
-    except ConfigError as error:
-        raise CommandError(str(error).replace("parameter 'buckets'", "--sizes")) from error
-    dtypes = {spec.name: spec.dtype for spec in inputs + outputs}
-    names = [spec.name for spec in outputs]
-    return _Session(session, signature, lambda feeds: run_on_host(session, dtypes, feeds, names))
-
-
 def _measure(
     config: ModelConfig, sizes: Mapping[str, int], given: Mapping[str, Any] | None, runs: int
 ) -> tuple[_Found, dict[str, Array]]:
-    """Runs without the profiler, then the same with it in a new session."""
+    """Runs without the profiler, then the same with it in a new session, on CUDA once more with waits."""
+    is_cuda = config.execution_provider == "cuda"
     with progress_bar() as progress, tempfile.TemporaryDirectory() as folder:
-        task = progress.add_task("loading", total=2 * runs + 2)
-        plain = _open(config, tuple(sizes))
+        task = progress.add_task("loading", total=(3 if is_cuda else 2) * (runs + 1))
+        try:
+            plain = traced.open_plain(config, tuple(sizes))
+        except ConfigError as error:
+            raise CommandError(str(error).replace("parameter 'buckets'", "--sizes")) from error
         feeds = _given(plain.signature, given) if given is not None else _generated(config, plain, sizes)
         plain.run(feeds)
         progress.update(task, description="running without the profiler", advance=1)
@@ -162,16 +124,15 @@ def _measure(
             plain_ms.append((time.perf_counter() - start) * 1e3)
             progress.advance(task)
         del plain
-        progress.update(task, description="loading again")
-        traced = _open(config, tuple(sizes), prefix=str(Path(folder) / "trace"))
         progress.update(task, description="running with the profiler")
-        for _ in range(runs + 1):
-            traced.run(feeds)
-            progress.advance(task)
-        events = json.loads(Path(traced.session.end_profiling()).read_text(encoding="utf-8", errors="replace"))
+        events = traced.trace(config, tuple(sizes), feeds, runs + 1, Path(folder), lambda: progress.advance(task))
+        waited = None
+        if is_cuda:
+            progress.update(task, description="running with the profiler, each kernel waited for")
+            waited = traced.trace_waiting(config, tuple(sizes), feeds, runs + 1, Path(folder))
     if len(events) > MAX_EVENTS:
         raise CommandError(f"{runs} runs are more than ONNX Runtime's profiler can hold; give fewer --runs")
-    return _Found(summarise(events), statistics.median(plain_ms)), feeds
+    return _Found(summarise(events, waited), statistics.median(plain_ms)), feeds
 
 
 def _given(signature: Signature, arrays: Mapping[str, Any]) -> dict[str, Array]:
@@ -185,7 +146,7 @@ def _given(signature: Signature, arrays: Mapping[str, Any]) -> dict[str, Array]:
     return {name: as_storage(name, array, known[name].dtype) for name, array in arrays.items()}
 
 
-def _generated(config: ModelConfig, opened: _Session, sizes: Mapping[str, int]) -> dict[str, Array]:
+def _generated(config: ModelConfig, opened: traced.PlainSession, sizes: Mapping[str, int]) -> dict[str, Array]:
     problem: RunError | None = None
     for tried in generated.first_sizes(config, opened.signature, sizes):
         for spec in opened.signature.inputs:
@@ -202,21 +163,21 @@ def _generated(config: ModelConfig, opened: _Session, sizes: Mapping[str, int]) 
 
 
 def _as_json(found: _Found) -> dict[str, Any]:
-    traced = found.profile
+    profile = found.profile
 
     def rows(times: Any) -> list[dict[str, Any]]:
         return [{key: round(v, 4) if isinstance(v, float) else v for key, v in asdict(t).items()} for t in times]
 
     return {
-        "load_ms": round(traced.load_ms, 2),
-        "first_ms": round(traced.first_ms, 3),
-        "steady_ms": round(traced.median_ms, 3),
+        "load_ms": round(profile.load_ms, 2),
+        "first_ms": round(profile.first_ms, 3),
+        "steady_ms": round(profile.median_ms, 3),
         "steady_without_profiler_ms": round(found.plain_ms, 3),
-        "outside_nodes_ms": round(traced.outside_ms, 3),
-        "placed": _placed(traced),
-        "copies": {n: {"count": count, "ms": round(ms, 4)} for n, (count, ms) in traced.copies.items()},
-        "operators": rows(traced.operators),
-        "nodes": rows(traced.nodes),
+        "outside_nodes_ms": round(profile.outside_ms, 3),
+        "placed": _placed(profile),
+        "copies": {name: round(ms, 4) for name, ms in profile.copies.items()},
+        "operators": rows(profile.operators),
+        "nodes": rows(profile.nodes),
     }
 
 
@@ -241,10 +202,10 @@ def _show(name: str, report: Mapping[str, Any], traced: Profile) -> None:
         f"{report['steady_without_profiler_ms']:.2f} ms a run without the profiler"
     )
     for provider, entry in report["placed"].items():
-        device = f", {entry['device_ms']:.2f} ms on the device" if entry["device_ms"] is not None else ""
+        device = f", {entry['device_ms']:.2f} ms with the device's part" if entry["device_ms"] is not None else ""
         console.print(f"on {provider}: {entry['nodes']} nodes, {entry['host_ms']:.2f} ms of the host{device}")
-    for copy, entry in report["copies"].items():
-        console.print(f"copy {copy}: {entry['count']:g} a run, {entry['ms']:.3f} ms", markup=False)
+    for copy, ms in report["copies"].items():
+        console.print(f"copy {copy}: {ms:.3f} ms", markup=False)
     if not report["copies"]:
         console.print("no copies between host and device")
     console.print(_table("operator", traced.operators, traced))

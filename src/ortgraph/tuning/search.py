@@ -77,7 +77,7 @@ class Search:
             self.measure(pair, budget, label=describe(candidate))
         except ConfigError as error:
             self.store.pairs.remove(pair)
-            self.skipped.append(f"{axis}: {error}")
+            self.skipped.append(f"{axis}: {str(error).partition(';')[0]}")
             return None
         if not pair.is_done:
             self.open_count += 1

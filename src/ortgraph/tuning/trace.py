@@ -1,11 +1,11 @@
 """What ONNX Runtime's profiler says, put together by node and by operator.
 
-The profiler writes events of category Session (loading, each run), Node (the host's time in a node's kernel) and, on a
-provider that traces its device, Kernel (the device's time in a kernel or a copy, with the node that started it).
+The profiler writes events of category Session (loading, each run) and Node (the host's time in a node's kernel).
 """
 
 from __future__ import annotations
 
+import bisect
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,10 @@ _SUFFIX = "_kernel_time"
 
 @dataclass(frozen=True)
 class NodeTime:
-    """A node, or an operator's nodes together; milliseconds a run. `device_ms` is None where it is not traced."""
+    """A node, or an operator's nodes together; milliseconds a run.
+
+    `device_ms` is the time with the device's part, where that is not the host's own: None on the CPU.
+    """
 
     name: str
     operator: str
@@ -30,16 +33,16 @@ class NodeTime:
 
     @property
     def ms(self) -> float:
-        """The steady time: of the device where it is traced and has any, else of the host."""
-        return self.device_ms or self.host_ms
+        """The steady time, with the device's part."""
+        return self.host_ms if self.device_ms is None else self.device_ms
 
 
 @dataclass(frozen=True)
 class Profile:
     """All of a trace; milliseconds. A steady figure is the median of the runs after the first.
 
-    `outside_ms` is the part of a steady run in no node: inputs, outputs, scheduling. `copies` are those between host
-    and device, by name: how many a run, and their time.
+    `outside_ms` is the part of a steady run in no node: inputs, outputs, scheduling, waiting for a device. `copies` are
+    the nodes that copy between host and device, with their time.
     """
 
     load_ms: float
@@ -48,7 +51,7 @@ class Profile:
     outside_ms: float
     nodes: Sequence[NodeTime]
     operators: Sequence[NodeTime]
-    copies: Mapping[str, tuple[float, float]]
+    copies: Mapping[str, float]
 
     @property
     def median_ms(self) -> float:
@@ -56,30 +59,26 @@ class Profile:
         return statistics.median(self.steady_ms)
 
 
-def summarise(events: Sequence[Event]) -> Profile:
-    """Read a trace of at least two runs."""
+def summarise(events: Sequence[Event], waited: Sequence[Event] | None = None) -> Profile:
+    """Read a trace of at least two runs.
+
+    Args:
+        waited: a trace of the same in which each launch waited for its kernel (see traced.py).
+    """
     sessions = [event for event in events if event.get("cat") == "Session"]
     load_us = sum(e["dur"] for e in sessions if e["name"].startswith(("model_loading", "session_init")))
-    runs = sorted((e["ts"], e["ts"] + e["dur"]) for e in sessions if e["name"] == "model_run")
-    own = _self_times([event for event in events if _is_node(event)])
-    kernels = [event for event in events if event.get("cat") == "Kernel"]
-    host = _by_run(runs, ((_key(event), event["ts"], us) for event, us in own))
-    device = _by_run(runs, ((_kernel_key(event), event["ts"], event["dur"]) for event in kernels))
+    runs = _runs(events)
+    own = _self_times(events)
+    host = _by_run(runs, own)
+    device = _by_run(_runs(waited), _self_times(waited)) if waited is not None else {}
     facts = {_key(event): (event["args"]["op_name"], event["args"].get("provider", "")) for event, _ in own}
     nodes = []
     for key, (operator, provider) in facts.items():
-        times, traced = host[key], device.get(key)
-        nodes.append(
-            NodeTime(
-                key,
-                operator,
-                provider.removesuffix("ExecutionProvider").lower(),
-                1,
-                times[0] / 1e3,
-                statistics.median(times[1:]) / 1e3,
-                statistics.median(traced[1:]) / 1e3 if traced else None,
-            )
-        )
+        place = provider.removesuffix("ExecutionProvider").lower()
+        steady_us = statistics.median(host[key][1:])
+        device_us = statistics.median(device[key][1:]) if key in device and place != "cpu" else None
+        device_ms = device_us / 1e3 if device_us is not None else None
+        nodes.append(NodeTime(key, operator, place, 1, host[key][0] / 1e3, steady_us / 1e3, device_ms))
     steady = [(end - start) / 1e3 for start, end in runs[1:]]
     in_nodes = [sum(times[i] for times in host.values()) / 1e3 for i in range(1, len(runs))]
     return Profile(
@@ -89,8 +88,14 @@ def summarise(events: Sequence[Event]) -> Profile:
         outside_ms=max(statistics.median(a - b for a, b in zip(steady, in_nodes, strict=True)), 0.0),
         nodes=sorted(nodes, key=lambda node: -node.ms),
         operators=sorted(_operators(nodes), key=lambda operator: -operator.ms),
-        copies=_copies(runs, nodes, kernels),
+        copies={node.name: node.ms for node in nodes if node.operator.startswith("Memcpy")},
     )
+
+
+def _runs(events: Sequence[Event]) -> list[tuple[float, float]]:
+    """When each run began and ended, in microseconds."""
+    found = [e for e in events if e.get("cat") == "Session" and e["name"] == "model_run"]
+    return sorted((event["ts"], event["ts"] + event["dur"]) for event in found)
 
 
 def _is_node(event: Event) -> bool:
@@ -103,15 +108,11 @@ def _key(event: Event) -> str:
     return name or f"{event['args']['op_name']}#{event['args'].get('node_index', '')}"
 
 
-def _kernel_key(event: Event) -> str:
-    return str(event.get("args", {}).get("parent_name", "")).removesuffix(_SUFFIX)
-
-
 def _self_times(events: Iterable[Event]) -> list[tuple[Event, float]]:
     """Each node's microseconds without those of the nodes that ran inside it (the body of an If, Loop or Scan)."""
     own: list[tuple[Event, float]] = []
     stacks: dict[Any, list[tuple[float, int]]] = defaultdict(list)
-    for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+    for event in sorted(filter(_is_node, events), key=lambda e: (e["ts"], -e["dur"])):
         stack, end = stacks[event["tid"]], event["ts"] + event["dur"]
         while stack and stack[-1][0] < end:
             stack.pop()
@@ -124,14 +125,14 @@ def _self_times(events: Iterable[Event]) -> list[tuple[Event, float]]:
     return own
 
 
-def _by_run(runs: Sequence[tuple[float, float]], times: Iterable[tuple[str, float, float]]) -> dict[str, list[float]]:
-    """The sum of microseconds in each run, by key."""
+def _by_run(runs: Sequence[tuple[float, float]], times: Iterable[tuple[Event, float]]) -> dict[str, list[float]]:
+    """The sum of microseconds in each run, by node."""
     found: dict[str, list[float]] = {}
-    for key, start, us in times:
-        for place, (begin, end) in enumerate(runs):
-            if begin <= start <= end:
-                found.setdefault(key, [0.0] * len(runs))[place] += us
-                break
+    begins = [begin for begin, _ in runs]
+    for event, us in times:
+        place = bisect.bisect_right(begins, event["ts"]) - 1
+        if place >= 0 and event["ts"] <= runs[place][1]:
+            found.setdefault(_key(event), [0.0] * len(runs))[place] += us
     return found
 
 
@@ -147,21 +148,7 @@ def _operators(nodes: Iterable[NodeTime]) -> list[NodeTime]:
             len(members),
             sum(node.first_ms for node in members),
             sum(node.host_ms for node in members),
-            sum(node.device_ms or 0.0 for node in members)
-            if any(node.device_ms is not None for node in members)
-            else None,
+            sum(node.device_ms or 0.0 for node in members) if members[0].device_ms is not None else None,
         )
         for (operator, provider), members in groups.items()
     ]
-
-
-def _copies(
-    runs: Sequence[tuple[float, float]], nodes: Iterable[NodeTime], kernels: Iterable[Event]
-) -> dict[str, tuple[float, float]]:
-    """Memcpy nodes that ONNX Runtime put in, and the device's own copies."""
-    found = {node.name: (1.0, node.ms) for node in nodes if node.operator.startswith("Memcpy")}
-    traced = [event for event in kernels if str(event["name"]).lower().startswith("memcpy")]
-    for name, times in _by_run(runs, ((str(e["name"]), e["ts"], e["dur"]) for e in traced)).items():
-        counts = _by_run(runs, ((name, e["ts"], 1.0) for e in traced if e["name"] == name))[name]
-        found[name] = (statistics.median(counts[1:]), statistics.median(times[1:]) / 1e3)
-    return found
