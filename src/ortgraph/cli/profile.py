@@ -226,7 +226,7 @@ def _table(kind: str, times: Any, traced: Profile) -> Table:
         second = str(time_.nodes) if kind == "operator" else time_.operator
         share = f"{time_.ms / total:.0%}"
         table.add_row(
-            _short(time_.name, 28), second, time_.provider, f"{time_.ms:.3f}", *host, share, f"{time_.first_ms:.3f}"
+            _short(time_.name, 30), second, time_.provider, f"{time_.ms:.3f}", *host, share, f"{time_.first_ms:.3f}"
         )
     rest = times[_SHOWN:]
     if rest:
@@ -277,5 +277,6 @@ def _draw(path: Path, name: str, report: Mapping[str, Any], traced: Profile) -> 
 
 
 def _short(name: str, limit: int = 38) -> str:
-    """The end of a long node name is what tells it apart."""
-    return name if len(name) <= limit else "…" + name[-limit + 1 :]
+    """The beginning and the end of a long node name tell it apart."""
+    head = limit * 3 // 5
+    return name if len(name) <= limit else f"{name[:head]}…{name[head + 1 - limit :]}"

@@ -306,8 +306,10 @@ def _show(name: str, case: Case, found: Outcome, store: Store, before: str, afte
         console.print(_diff(before, after), markup=False, end="")
     elif found.confirmed is not None:
         why = "was not faster when measured once more"
-        if found.confirmed.refused or not found.confirmed.is_done:
-            why = "could not be measured once more" + ("" if found.confirmed.refused else "; give more time")
+        if found.confirmed.refused:
+            why = f"could not be measured once more: {found.confirmed.refused}"
+        elif not found.confirmed.is_done:
+            why = "is not confirmed yet; the same command goes on with it"
         console.print(f"the config stays: {describe(found.search.best)} {why}", markup=False)
     else:
         console.print("the config stays: nothing is faster by more than the noise")
