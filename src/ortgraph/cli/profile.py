@@ -226,7 +226,7 @@ def _table(kind: str, times: Any, traced: Profile) -> Table:
         second = str(time_.nodes) if kind == "operator" else time_.operator
         share = f"{time_.ms / total:.0%}"
         table.add_row(
-            _short(time_.name, 30), second, time_.provider, f"{time_.ms:.3f}", *host, share, f"{time_.first_ms:.3f}"
+            _short(time_.name, 28), second, time_.provider, f"{time_.ms:.3f}", *host, share, f"{time_.first_ms:.3f}"
         )
     rest = times[_SHOWN:]
     if rest:
