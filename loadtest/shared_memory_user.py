@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import abc
 import math
-import os
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tritonclient.http as triton
 
-from client import HttpClient
+from client import CudaMemory, HttpClient
 from client.shared_memory import ALIGNMENT_BYTES, RegionMemory, SystemMemory
 from client.sync import SyncClient
 from loadtest.answers import Array
@@ -114,34 +112,3 @@ class InferCudaSharedMemoryUser(InferSharedMemoryUser):
 
     def allocate(self, byte_size: int) -> RegionMemory:
         return CudaMemory(byte_size)
-
-
-class CudaMemory:
-    """Memory of a GPU that the server maps by its IPC handle."""
-
-    kind = "CUDA"
-
-    def __init__(self, byte_size: int, device: int = 0) -> None:
-        import tritonclient.utils.cuda_shared_memory as cuda  # needs an NVIDIA driver
-
-        self._cuda, self._device = cuda, device
-        self.name = f"loadtest-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        self.byte_size = byte_size
-        self._handle = cuda.create_shared_memory_region(self.name, byte_size, device)
-
-    def register(self, client: SyncClient, deadline_s: float | None) -> None:
-        handle = self._cuda.get_raw_handle(self._handle)
-        client.triton.register_cuda_shared_memory(self.name, handle, self._device, self.byte_size)
-
-    def unregister(self, client: SyncClient, deadline_s: float | None) -> None:
-        client.triton.unregister_cuda_shared_memory(self.name)
-
-    def write(self, offset_bytes: int, array: Array) -> None:
-        self._cuda.set_shared_memory_region(self._handle, [array], offset=offset_bytes)
-
-    def read(self, offset_bytes: int, dtype: Any, shape: tuple[int, ...]) -> Array:
-        view: Array = self._cuda.get_contents_as_numpy(self._handle, dtype, list(shape), offset=offset_bytes)
-        return view.copy()
-
-    def destroy(self) -> None:
-        self._cuda.destroy_shared_memory_region(self._handle)

@@ -10,8 +10,10 @@ from .doctor import doctor
 from .fetch import fetch
 from .inspect import inspect
 from .optimize import optimize
+from .profile import profile
 from .quantize import quantize
 from .serve import serve
+from .tune import tune
 
 app = typer.Typer(
     help="Serve ONNX models on NVIDIA Triton with a captured graph per shape bucket.",
@@ -19,11 +21,5 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-app.command()(add)
-app.command()(inspect)
-app.command()(convert)
-app.command()(serve)
-app.command()(doctor)
-app.command()(fetch)
-app.command()(optimize)
-app.command()(quantize)
+for command in (add, inspect, convert, serve, doctor, profile, optimize, quantize, tune, fetch):
+    app.command()(command)

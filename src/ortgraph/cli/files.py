@@ -63,7 +63,7 @@ def load_model(path: Path, *, with_data: bool = True) -> onnx.ModelProto:
     if not path.is_file():
         raise CommandError(f"there is no file {path}")
     try:
-        model = onnx.load(str(path), load_external_data=False)
+        model = onnx.load(str(path), format="protobuf", load_external_data=False)
     except (DecodeError, ValueError) as error:
         raise CommandError(f"{path} is not an ONNX file") from error
     if not model.HasField("graph") or not model.graph.output:

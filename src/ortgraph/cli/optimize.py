@@ -16,8 +16,9 @@ import typer
 from ..errors import OrtgraphError, first_line
 from . import accuracy, files, freezing
 from .accuracy import Candidate
-from .console import console, steps
+from .console import console
 from .files import CommandError
+from .progress import steps
 
 _TOLERANCE, _FP16_TOLERANCE = 1e-3, 2e-2
 _CONTRIB = "com.microsoft"

@@ -12,6 +12,13 @@ from .console import errors
 Step = Callable[[str], None]
 
 
+def progress_bar() -> Progress:
+    """With the time left; nothing where standard error is no terminal."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn())
+    left = (TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=True))
+    return Progress(*columns, *left, console=errors, transient=True, disable=not errors.is_terminal)
+
+
 @contextlib.contextmanager
 def steps(total: int) -> Iterator[Step]:
     """A function that says what begins now; each call after the first ends the step before it.
@@ -19,9 +26,7 @@ def steps(total: int) -> Iterator[Step]:
     Args:
         total: how many steps there are, or about so many: more calls than that stretch it.
     """
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn())
-    left = (TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=True))
-    with Progress(*columns, *left, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+    with progress_bar() as progress:
         task, done = progress.add_task("", total=total), -1
 
         def step(text: str) -> None:

@@ -17,8 +17,9 @@ from ..errors import first_line, nearest
 from ..tactics import GEMM
 from . import accuracy, files, freezing
 from .accuracy import Candidate
-from .console import console, steps
+from .console import console
 from .files import CommandError
+from .progress import steps
 
 _BLOCKS = (16, 32, 64, 128, 256)
 _FAST_BLOCKS = (32, 64, 128)  # of ep.cuda.fpa_intb_gemm

@@ -31,6 +31,7 @@ from ..metrics import Metrics
 from ..pool import BufferPool
 from ..session import open_session, session_options, specs
 from ..signature import Shape, Sizes
+from ..tactics import with_profiled_m
 from . import driver
 from .base import Array, DeviceArray, HostArrays, Run, Slot
 from .host import DoneRun, run_on_host
@@ -116,6 +117,7 @@ class CudaProvider:
 
     def _open(self, config: ModelConfig) -> ort.InferenceSession:
         """With graph capture where the model allows it; else without, and the reason is kept."""
+        config = with_profiled_m(config)
         options = {
             "device_id": str(config.device_id),
             "user_compute_stream": str(self.stream.handle),
