@@ -17,6 +17,7 @@ input [
 output [ {{ name: "embedding" data_type: TYPE_FP16 dims: [ 768 ] }} ]
 instance_group [ {{ count: {instances} kind: KIND_GPU gpus: [ 0 ] }} ]
 dynamic_batching {{ }}
+optimization {{ cuda {{ busy_wait_events: true }} }}
 parameters {{
   key: "buckets"
   value: {{ string_value: "batch=1,2,3,4,6,7,8,10,12,14,16,20,24,28,32; sequence=16,32,64,96,128" }}
