@@ -213,8 +213,12 @@ def accelerated(name: str, options: dict[str, str] | None = None, **more: Any) -
 def test_an_accelerator_names_the_provider_and_its_options() -> None:
     config = accelerated("webgpu", {"preferredLayout": "NCHW"})
     assert (config.execution_provider, config.webgpu_options) == ("webgpu", {"preferredLayout": "NCHW"})
-    config = accelerated("cuda", {"gpu_mem_limit": "1"})
-    assert (config.execution_provider, config.provider_options) == ("cuda", {"gpu_mem_limit": "1"})
+    # As in Triton's onnxruntime backend: for instances on a GPU, and with its numbers for ONNX Runtime's names.
+    config = accelerated("cuda", {"gpu_mem_limit": "1", "cudnn_conv_algo_search": "1", "arena_extend_strategy": "1"})
+    assert config.execution_provider == "auto"
+    assert config.provider_options == {
+        "gpu_mem_limit": "1", "cudnn_conv_algo_search": "HEURISTIC", "arena_extend_strategy": "kSameAsRequested",
+    }  # fmt: skip
     with refused(ConfigError, "unknown gpu_execution_accelerator 'tensorrt'; known: cuda, webgpu"):
         accelerated("tensorrt")
     with refused(
@@ -226,6 +230,14 @@ def test_an_accelerator_names_the_provider_and_its_options() -> None:
         "gpu_execution_accelerator 'webgpu' does not go with execution_provider 'cpu'; remove one of them",
     ):
         accelerated("webgpu", parameters={"execution_provider": "cpu"})
+
+
+def test_batch_buckets_beyond_max_batch_size_are_noted() -> None:
+    parameters = {"buckets": {"string_value": "batch=4,8,16"}}
+    assert parsed(max_batch_size=16, parameters=parameters).notes == ()
+    assert parsed(max_batch_size=4, parameters=parameters).notes == (
+        "batch sizes 8, 16 in buckets are beyond max_batch_size and not used",
+    )
 
 
 def test_too_many_bucket_sizes_are_refused() -> None:

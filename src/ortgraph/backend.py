@@ -206,10 +206,14 @@ def _model_path(written: dict[str, Any], version_folder: str) -> Path:
 
 
 def _is_batchable(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
-    """The first axis of every tensor is dynamic, and the inputs name it as a batch."""
+    """The first axis of every tensor is dynamic, and the inputs name it as a batch and have more than it.
+
+    An input of rows of one number would need `reshape`, which cannot be completed: it is served without batching.
+    """
     firsts = [spec.shape[0] if spec.shape else 0 for spec in (*inputs, *outputs)]
     named = [isinstance(first, str) and _BATCH_NAMES.fullmatch(first) for first in firsts[: len(inputs)]]
-    return bool(inputs) and all(named) and not any(isinstance(first, int) for first in firsts)
+    has_rows = all(len(spec.shape) > 1 for spec in inputs)
+    return bool(inputs) and all(named) and has_rows and not any(isinstance(first, int) for first in firsts)
 
 
 def _config_entry(spec: TensorSpec, is_batched: bool) -> dict[str, Any]:

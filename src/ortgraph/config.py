@@ -179,6 +179,10 @@ _PROVIDER_OPTIONS = frozenset(
         "enable_skip_layer_norm_strict_mode",
     }
 )  # fmt: skip
+_NUMBERED = {
+    "cudnn_conv_algo_search": ("EXHAUSTIVE", "HEURISTIC", "DEFAULT"),
+    "arena_extend_strategy": ("kNextPowerOfTwo", "kSameAsRequested"),
+}
 # The WebGPU provider's own options are written `webgpu.NAME`, or as an execution accelerator's parameters.
 _WEBGPU_PREFIX = "webgpu."
 _ACCELERATORS = ("cuda", "webgpu")
@@ -194,7 +198,7 @@ def _parse_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
         if key.startswith(_SESSION_PREFIXES):
             fields["session_config"][key] = value
         elif key in _PROVIDER_OPTIONS:
-            fields["provider_options"][key] = value
+            fields["provider_options"][key] = _named(key, value)
         elif key.startswith(_WEBGPU_PREFIX):
             fields["webgpu_options"][key.removeprefix(_WEBGPU_PREFIX)] = value
         elif key in _PARAMETERS:
@@ -208,6 +212,12 @@ def _parse_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _named(key: str, value: str) -> str:
+    """Triton's onnxruntime backend counts what ONNX Runtime names."""
+    names = _NUMBERED.get(key, ())
+    return names[int(value)] if value.isdecimal() and int(value) < len(names) else value
+
+
 def _parse_accelerators(optimization: Mapping[str, Any], fields: dict[str, Any]) -> None:
     """`optimization.execution_accelerators.gpu_execution_accelerator`: the provider and its options."""
     for entry in (optimization.get("execution_accelerators") or {}).get("gpu_execution_accelerator", ()):
@@ -219,12 +229,13 @@ def _parse_accelerators(optimization: Mapping[str, Any], fields: dict[str, Any])
                 f"gpu_execution_accelerator '{name}' does not go with execution_provider "
                 f"'{fields['execution_provider']}'; remove one of them"
             )
-        fields["execution_provider"] = name
+        if name == "webgpu":  # "cuda" is what an instance on a GPU takes anyway, and one on the CPU cannot
+            fields["execution_provider"] = name
         options = fields["webgpu_options" if name == "webgpu" else "provider_options"]
         for key, value in (entry.get("parameters") or {}).items():
             if name == "cuda" and key not in _PROVIDER_OPTIONS:
                 raise ConfigError(f"unknown parameter '{key}' of accelerator 'cuda'{nearest(key, _PROVIDER_OPTIONS)}")
-            options[key] = str(value).strip()
+            options[key] = _named(key, str(value).strip())
 
 
 def _check_capture(fields: Mapping[str, Any]) -> None:
@@ -291,6 +302,9 @@ def parse(
     max_batch_size = int(raw.get("max_batch_size", 0))
     batching = raw.get("dynamic_batching") or {}
     fields = _parse_parameters(raw.get("parameters", {}))
+    notes = _notes(batching)
+    if too_large := [size for size in fields.get("buckets", {}).get("batch", ()) if size > max_batch_size > 0]:
+        notes.append(f"batch sizes {', '.join(map(str, too_large))} in buckets are beyond max_batch_size and not used")
     _parse_accelerators(optimization, fields)
     _check_capture(fields)
     return ModelConfig(
@@ -302,7 +316,7 @@ def parse(
         outputs=tuple(_parse_tensor("output", entry, max_batch_size > 0) for entry in raw.get("output", ())),
         preferred_batch_sizes=tuple(int(size) for size in batching.get("preferred_batch_size", ())),
         graph_level=level,
-        notes=tuple(_notes(batching)),
+        notes=tuple(notes),
         busy_wait_events=bool(cuda.get("busy_wait_events")),
         **instance,
         **fields,

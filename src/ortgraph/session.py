@@ -12,6 +12,7 @@ from .dtypes import from_ort
 from .errors import ConfigError, ModelError, first_line
 from .signature import TensorSpec
 
+ort.set_default_logger_severity(3)  # it warns of every CUDA session; what matters is raised
 # optimization.graph.level as Triton's onnxruntime backend reads it: -1 basic, 1 extended, 2 none; else everything.
 _LEVELS = {
     -1: ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,

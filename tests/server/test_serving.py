@@ -95,6 +95,13 @@ def test_a_model_whose_first_axis_is_no_batch_is_not_batched(zoo_server: TritonS
         assert config["input"][0]["dims"] == dims
 
 
+def test_rows_of_one_number_are_served_without_batching(zoo_server: TritonServer) -> None:
+    """With a max_batch_size they would need `reshape`, which a config cannot be completed with."""
+    assert model_config(zoo_server, "numbers")["max_batch_size"] == 0
+    x = np.arange(3, dtype=np.float32)
+    np.testing.assert_array_equal(infer(zoo_server, "http", "numbers", {"x": x})["y"], 2 * x)
+
+
 # Types and shapes
 
 

@@ -61,6 +61,7 @@ def write_zoo(repository: Path) -> None:
     write(repository, "types_python", every_type, 'backend: "python"\n', has_model_py=True)
     write(repository, "types_of_four", every_type, ONE_LINE + "max_batch_size: 4\n")
     write(repository, "types_unbatched", echo(TYPES, "rows, columns"))
+    write(repository, "numbers", graph("(float[batch] x) => (float[batch] y) { y = Add(x, x) }"))
     write(repository, "strings", echo({"BYTES": "string"}, "batch, n"))
     write(repository, "scalars", graph(SCALARS))
     write(repository, "states", graph(STATES), ONE_LINE + parameter("buckets", "state[1]=2,4; x[0]=4,16"))

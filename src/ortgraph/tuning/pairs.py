@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..dtypes import DType
-from ..preflight import worst_error
+from ..preflight import allowed_error, worst_error
 from ..providers.base import HostArrays
 
 Settings = dict[str, str]
@@ -139,8 +139,8 @@ def difference(
     for right, answer in zip(wanted, got, strict=True):
         for name, array in right.items():
             dtype = dtypes[name]
-            error = worst_error(answer[name], array, dtype)
-            if error > (max(dtype.tolerance, rounding) if dtype.tolerance else 0.0):
+            error = worst_error(answer[name], array, dtype, is_coarse=rounding > 0)
+            if error > allowed_error(dtype, rounding):
                 return error, f"other answers: output '{name}' differs by {error:.1e}"
             worst = max(worst, error)
     return worst, ""
