@@ -39,7 +39,7 @@ def _compared(result: Mapping[str, Any]) -> list[str]:
     """A row for each load and target of a comparison of servers."""
     first = result["rows"][0]["target"]
     lines = [
-        f"| clients, lengths | served by | requests/s | p50 ms | p99 ms | requests/s against {first} | p99 against it |",
+        f"| clients, lengths | served by | requests/s | p50 ms | p99 ms | rps against {first} | p99 against it |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -14,6 +15,8 @@ from tritonclient.grpc import model_config_pb2
 
 from loadtest.answers import Array
 from loadtest.lengths import Lengths
+from ortgraph.config import parse_ranges
+from ortgraph.errors import first_line
 
 DTYPES: Mapping[str, type] = {
     "tensor(float)": np.float32,
@@ -26,7 +29,7 @@ DTYPES: Mapping[str, type] = {
     "tensor(uint8)": np.uint8,
     "tensor(bool)": np.bool_,
 }
-# Integers are ids into some table of unknown size: small ones are in every table.
+# Integers without value_ranges are ids into some table of unknown size: small ones are in most.
 MAX_ID = 1000
 
 
@@ -73,7 +76,8 @@ def build_pool(
         )
     # Where there is a GPU, an eager run on it: in half precision a CPU is slow.
     session = ort.InferenceSession(str(path), providers=["CUDAExecutionProvider", "CPUExecutionProvider"][not is_gpu :])
-    shapes = input_shapes(session, model_folder)
+    config = read_config(model_folder)
+    shapes = input_shapes(session, config)
     if texts is not None:
         feeds = text_feeds(model_folder / "tokenizer.json", texts)
     elif images is not None:
@@ -81,22 +85,40 @@ def build_pool(
     else:
         rng = random.Random(seed)
         draws = ((lengths.draw(rng), rng.getrandbits(32)) for _ in range(count))
-        feeds = [random_feed(session, shapes, rows, *draw) for draw in draws]
+        ranges = value_ranges(config)
+        feeds = [random_feed(session, shapes, ranges, rows, *draw) for draw in draws]
     if texts is not None or images is not None:
         feeds = [{name: np.repeat(array, rows, axis=0) for name, array in feed.items()} for feed in feeds[:count]]
     names = [output.name for output in session.get_outputs()]
     pool = []
     for feed in feeds:
-        pool.append(Sample(feed, dict(zip(names, session.run(names, feed), strict=True))))
+        try:
+            found = session.run(names, feed)
+        except Exception as error:  # each of ONNX Runtime's has a type of its own
+            raise LoadTestError(
+                f"onnxruntime cannot run the model on what is to be sent: {first_line(error)}; give its whole numbers "
+                "a range in value_ranges of config.pbtxt, or send --texts"
+            ) from error
+        pool.append(Sample(feed, dict(zip(names, found, strict=True))))
         progress()
     return pool
 
 
-def input_shapes(session: ort.InferenceSession, model_folder: Path) -> Mapping[str, Sequence[int | None]]:
+def read_config(model_folder: Path) -> Any:
+    """Triton's message; an empty one where there is no config.pbtxt."""
+    path = model_folder / "config.pbtxt"
+    return text_format.Parse(path.read_text() if path.is_file() else "", model_config_pb2.ModelConfig())
+
+
+def value_ranges(config: Any) -> Mapping[str, tuple[float, float]]:
+    """The parameter's, by input; none for another backend's model."""
+    written = config.parameters["value_ranges"].string_value if "value_ranges" in config.parameters else ""
+    return parse_ranges(written) if written else {}
+
+
+def input_shapes(session: ort.InferenceSession, config: Any) -> Mapping[str, Sequence[int | None]]:
     """Each input's sizes, None where they are open: the model's, and what config.pbtxt says of them more narrowly."""
     shapes = {spec.name: [n if isinstance(n, int) else None for n in spec.shape] for spec in session.get_inputs()}
-    path = model_folder / "config.pbtxt"
-    config = text_format.Parse(path.read_text() if path.is_file() else "", model_config_pb2.ModelConfig())
     for tensor in config.input:
         dims = [None] * (config.max_batch_size > 0) + [size if size >= 0 else None for size in tensor.dims]
         if len(dims) == len(shapes.get(tensor.name, ())):
@@ -105,9 +127,14 @@ def input_shapes(session: ort.InferenceSession, model_folder: Path) -> Mapping[s
 
 
 def random_feed(
-    session: ort.InferenceSession, shapes: Mapping[str, Sequence[int | None]], rows: int, length: int, seed: int
+    session: ort.InferenceSession,
+    shapes: Mapping[str, Sequence[int | None]],
+    ranges: Mapping[str, tuple[float, float]],
+    rows: int,
+    length: int,
+    seed: int,
 ) -> dict[str, Array]:
-    """Rows of random values for every input: masks are ones, ids are small, the rest is normal."""
+    """Rows of random values for every input: masks are ones, whole numbers in their range or small, the rest normal."""
     rng = np.random.default_rng(seed)
     feed: dict[str, Array] = {}
     for spec in session.get_inputs():
@@ -121,7 +148,8 @@ def random_feed(
         if "mask" in spec.name.lower() or dtype is np.bool_:
             feed[spec.name] = np.ones(shape, dtype)
         elif np.issubdtype(dtype, np.integer):
-            feed[spec.name] = rng.integers(0, min(MAX_ID, np.iinfo(dtype).max), shape).astype(dtype)
+            low, high = ranges.get(spec.name, (0, min(MAX_ID, np.iinfo(dtype).max) - 1))
+            feed[spec.name] = rng.integers(int(low), int(high) + 1, shape).astype(dtype)
         else:
             feed[spec.name] = rng.standard_normal(shape).astype(dtype)
     return feed

@@ -135,7 +135,7 @@ def _numbers(value: str) -> dict[str, float]:
         raise ValueError(rule) from None
 
 
-def _ranges(value: str) -> dict[str, tuple[float, float]]:
+def parse_ranges(value: str) -> dict[str, tuple[float, float]]:
     rule = "'input=low..high; input=low..high', both finite and low not above high"
     found = {}
     for name, text in _pairs(value, rule).items():
@@ -155,7 +155,7 @@ _PARAMETERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "buckets": ("buckets", parse_buckets),
     "pad_values": ("pad_values", _numbers),
     "default_values": ("default_values", _numbers),
-    "value_ranges": ("value_ranges", _ranges),
+    "value_ranges": ("value_ranges", parse_ranges),
     "padding": ("padding", _choice("auto", "off")),
     "graph_capture": ("graph_capture", _choice("auto", "required", "off")),
     "captures_on_demand": ("captures_on_demand", _integer(0, 4096)),
