@@ -118,7 +118,10 @@ class TritonPythonModel:
         return responses
 
     def _send(self, sender: Any, answer: Answer) -> None:
-        sender.send(self._respond(answer), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        try:
+            sender.send(self._respond(answer), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        except Exception as error:  # the others of its batch, and the batches after it, are still to be answered
+            pb_utils.Logger.log_error(f"ortgraph: an answer could not be sent: {first_line(error)}")
         self._end_if_lost()
 
     def _end_if_lost(self) -> None:

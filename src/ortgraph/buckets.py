@@ -65,6 +65,7 @@ class BucketTable:
     cost: Cost
     takes_exact: bool = False
     _plans: dict[tuple[int, Sizes], tuple[float, tuple[int, ...]]] = field(default_factory=dict, repr=False)
+    _kinds: dict[Sizes, tuple[bool, Sizes, Sizes]] = field(default_factory=dict, repr=False)
 
     def fit(self, sizes: Sizes) -> Sizes | None:
         """The smallest bucket that holds these sizes; None when there is none.
@@ -98,12 +99,13 @@ class BucketTable:
             plan = self._plan(len(items) * items[0].sizes[batch], self._class_of(items[0].sizes, batch))[1]
             return self._fill(items, plan, batch)
         for item in items:
-            if not item.can_join or any(size == 0 for i, size in enumerate(item.sizes) if i != self.batch_dim):
+            is_empty, exact_sizes, _ = self._kind(item.sizes)
+            if not item.can_join or is_empty:
                 groups.append(Group((item,), item.sizes, None))
-            elif self.batch_dim is None or item.sizes[self.batch_dim] < 1:
+            elif batch is None or item.sizes[batch] < 1:
                 groups.append(self._close([item]))
             else:
-                joinable.setdefault((item.key, self._exact_sizes(item.sizes)), []).append(item)
+                joinable.setdefault((item.key, exact_sizes), []).append(item)
         for members in joinable.values():
             groups += self._partition(members)
         return groups
@@ -131,6 +133,17 @@ class BucketTable:
         sizes, bucket = self.run_sizes(items)
         return Group(tuple(items), sizes, bucket)
 
+    def _kind(self, sizes: Sizes) -> tuple[bool, Sizes, Sizes]:
+        """Whether a size other than the rows is 0, what must be equal within a group, and the class; computed once."""
+        known = self._kinds.get(sizes)
+        if known is None:
+            is_empty = any(size == 0 for i, size in enumerate(sizes) if i != self.batch_dim)
+            own_class = sizes if self.batch_dim is None else self._class_of(sizes, self.batch_dim)
+            if len(self._kinds) > _MAX_PLANS:
+                self._kinds.clear()
+            known = self._kinds[sizes] = is_empty, self._exact_sizes(sizes), own_class
+        return known
+
     def _exact_sizes(self, sizes: Sizes) -> Sizes:
         """The sizes that must be equal within a group: those of dimensions that are not padded."""
         return tuple(
@@ -149,7 +162,7 @@ class BucketTable:
             return [self._close(items)]
         classes: dict[Sizes, list[Item]] = {}
         for item in items:
-            classes.setdefault(self._class_of(item.sizes, batch), []).append(item)
+            classes.setdefault(self._kind(item.sizes)[2], []).append(item)
         ordered = sorted(classes)
         rows = [sum(item.sizes[batch] for item in classes[sizes]) for sizes in ordered]
         best: list[tuple[float, int]] = [(0.0, 0)]
