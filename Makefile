@@ -37,7 +37,7 @@ demo: models ## Serve the sample models, ask them, load them for ten seconds, st
 	@$(BIN)/python -m examples.demo
 
 serve: models ## Serve until Ctrl-C (HOST, HTTP_PORT, GRPC_PORT, METRICS_PORT, MODELS=folder)
-	@$(BIN)/ortgraph serve -m $(MODELS) --host $(HOST) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
+	@$(BIN)/ortgraph serve -m "$(MODELS)" --host $(HOST) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 
 test: lint models ## Run the linters and all tests
 	@$(BIN)/python -m pytest

@@ -19,6 +19,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -99,6 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         TimeRemainingColumn(),
     )
     try:
+        if parsed.report:
+            Path(parsed.report).mkdir(parents=True, exist_ok=True)  # before the load, not after it
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             result, trials = _run(parsed, words, progress)
     except (LoadTestError, OrtgraphError, OSError) as error:

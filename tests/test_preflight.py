@@ -364,6 +364,37 @@ def test_a_gpus_rounding_is_no_change(rounding: float, is_joined: bool) -> None:
     assert preflight.examine([(1, 2), (4, 8)], [True, False]).can_join is is_joined
 
 
+def test_as_many_rows_as_may_run_together_are_tried(tmp_path: Path) -> None:
+    """y = x + (rows > 20): three rows together say nothing of 32."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["rows"], start=0, end=1),
+        helper.make_node("Greater", ["rows", "twenty"], ["is_large"]),
+        helper.make_node("Cast", ["is_large"], ["more"], to=F32),
+        helper.make_node("Add", ["x", "more"], ["y"]),
+    ]
+    dims = ["batch", "n"]
+    made = model(nodes, [("x", F32, dims)], [("y", F32, dims)], {"twenty": np.array([20])})
+    assert toys.load(made, tmp_path, max_batch_size=16).findings.can_join
+    engine = toys.load(made, tmp_path, max_batch_size=32)
+    assert not engine.findings.can_join
+    assert engine.findings.notes[0].endswith("beside 31 others")
+
+
+def test_beyond_the_largest_bucket_nothing_is_padded(tmp_path: Path) -> None:
+    """y = x + (length > 100), buckets to 64: a short request is never padded to the length of a long one."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["length"], start=1, end=2),
+        helper.make_node("Greater", ["length", "hundred"], ["is_long"]),
+        helper.make_node("Cast", ["is_long"], ["more"], to=F32),
+        helper.make_node("Add", ["x", "more"], ["y"]),
+    ]
+    dims = ["batch", "n"]
+    made = model(nodes, [("x", F32, dims)], [("y", F32, dims)], {"hundred": np.array([100])})
+    engine = toys.load(made, tmp_path, max_batch_size=32, ragged=("x",), buckets={"n": (16, 32, 64)})
+    assert engine.findings.padded == [True, True]
+    check_batch(engine, made, floats((1, 5), (1, 140), (2, 64), (1, 70), (3, 140), (1, 99), (1, 30)))
+
+
 def test_integers_other_than_0_and_1_are_tried_before_rows_are_joined(tmp_path: Path) -> None:
     """The largest length of the batch scales all, as in sequence masks: with lengths of 1 alone nobody would notice."""
     nodes = [

@@ -145,10 +145,13 @@ class BucketTable:
         return known
 
     def _exact_sizes(self, sizes: Sizes) -> Sizes:
-        """The sizes that must be equal within a group: those of dimensions that are not padded."""
+        """The sizes that must be equal within a group: where nothing is padded, and beyond the largest bucket.
+
+        Padding is proven up to that only.
+        """
         return tuple(
-            -1 if is_padded or i == self.batch_dim else size
-            for i, (size, is_padded) in enumerate(zip(sizes, self.padded, strict=True))
+            -1 if i == self.batch_dim or (is_padded and (ladder is None or size <= ladder[-1])) else size
+            for i, (size, is_padded, ladder) in enumerate(zip(sizes, self.padded, self.ladders, strict=True))
         )
 
     def _partition(self, items: list[Item]) -> list[Group]:

@@ -307,6 +307,9 @@ def parse(
         notes.append(f"batch sizes {', '.join(map(str, too_large))} in buckets are beyond max_batch_size and not used")
     _parse_accelerators(optimization, fields)
     _check_capture(fields)
+    required = {entry["name"] for entry in raw.get("input", ()) if not entry.get("optional")}
+    for name in sorted(required & fields.get("default_values", {}).keys()):
+        notes.append(f"default_values of '{name}' are not used: Triton wants that input; mark it optional: true")
     return ModelConfig(
         name=str(raw.get("name", model_path.parent.parent.name)),
         version=version,

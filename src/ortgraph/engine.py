@@ -475,6 +475,7 @@ def _examine(config: ModelConfig, provider: Provider, signature: Signature) -> t
         config.value_ranges,
         run_checked=run_checked,
         rounding=provider.rounding,
+        max_rows=config.max_batch_size,
     )
     try:
         findings = preflight.examine(ladders, candidates)

@@ -117,17 +117,20 @@ class Preflight:
         *,
         run_checked: RunExact | None = None,
         rounding: float = 0.0,
+        max_rows: int = 1,
     ) -> None:
         """`known_sizes` are the dimensions, by place, whose size the config fixes.
 
         `run_checked` runs the model where an index outside its table is an error (the CPU), unless `run` does.
         `rounding` is how far two runs of `run` may lie apart where that is more than the element types' own
-        tolerances; 0 where a row's answer does not depend on the shape of the run at all.
+        tolerances; 0 where a row's answer does not depend on the shape of the run at all. `max_rows` is the most
+        that run together.
         """
         self._signature = signature
         self.run_exact = run
         self._run_checked = run_checked or run
         self._rounding = rounding
+        self._max_rows = max_rows
         self._fills = fills
         self._known_sizes = known_sizes
         self._ranges = value_ranges
@@ -227,24 +230,28 @@ class Preflight:
         return next(filter(None, (self._join_change(base, trial) for trial in _TRIALS)), "")
 
     def _join_change(self, base: Sizes, trial: Trial) -> str:
-        """Three rows alone against together, in both orders."""
+        """Three rows alone against together, in both orders and as many times as make the largest run."""
         run = self._run_for(trial)
         rows = [self.random_inputs(base, trial) for _ in range(3)]
         try:
             apart = [run(row) for row in rows]
         except OrtgraphError as error:
             return f"a row of {trial.name} values cannot run: {error}" if trial is _ORDINARY else ""
-        for order in ((0, 1, 2), (2, 1, 0)):
+        orders = [[0, 1, 2], [2, 1, 0]]
+        if self._max_rows > 3 and trial is _ORDINARY:
+            orders.append([i % 3 for i in range(self._max_rows)])
+        for order in orders:
             try:
                 together = run({name: np.concatenate([rows[i][name] for i in order]) for name in rows[0]})
             except OrtgraphError as error:
-                return f"three rows cannot run together: {error}"
+                return f"{len(order)} rows cannot run together: {error}"
             for name, array in together.items():
                 if array.ndim == 0 or array.shape[0] != len(order):
                     return f"output '{name}' has shape {list(array.shape)} for {len(order)} rows"
                 for place, row in enumerate(order):
                     if worst := self.error(name, array[place : place + 1], apart[row][name], trial):
-                        return f"output '{name}' of a row changes by {worst:.1e} beside another row"
+                        beside = "another row" if len(order) == 3 else f"{len(order) - 1} others"
+                        return f"output '{name}' of a row changes by {worst:.1e} beside {beside}"
         return ""
 
     def _check_padding(self, dim: int, base: Sizes, ladder: Ladder | None, axes: dict[str, dict[int, int]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -93,7 +94,7 @@ def _report(proposal: Proposal, notes: list[str], repository: Path, target: Path
     decisions = dict(proposal.decisions)
     if decisions["captured"] == "yes":
         decisions["captured"] = _captured(proposal, notes)
-    following = f"ortgraph serve -m {repository}"
+    following = f"ortgraph serve -m {shlex.quote(str(repository))}"
     if as_json:
         result = {
             "name": proposal.config.name,

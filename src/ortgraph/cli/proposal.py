@@ -115,6 +115,11 @@ class _Search:
 
     def _read_tensors(self) -> None:
         """The model's tensors, as ONNX Runtime gives them. Raises LoadError for what Triton cannot carry."""
+        for value in (*self._model.graph.input, *self._model.graph.output):
+            if value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape"):
+                raise CommandError(
+                    f"the model gives '{value.name}' no shape; export it with its axes, dynamic ones with a name"
+                )
         provider = open_provider(self._settings(ModelConfig(self._wishes.name, "1", self._path, graph_level=2)))
         try:
             self._inputs, self._outputs = provider.inputs, provider.outputs

@@ -38,7 +38,7 @@ def serve(
         log_path=log,
     )
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
     try:
         with console.status("Starting Triton") as status:
