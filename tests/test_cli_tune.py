@@ -382,7 +382,7 @@ def test_a_config_that_cannot_be_served_is_one_line(encoder: Path):
         (CONFIG.replace("allow_ragged_batch", "ragged"), f"{config} is not a config.pbtxt: "),
         (CONFIG.replace("buckets", "bucket"), "unknown parameter 'bucket'; did you mean 'buckets'?"),
         (CONFIG.replace("dims: [ 32 ]", "dims: [ 33 ]"), "output 'embedding': dims are [33], the model has [32]"),
-        (CONFIG.replace("ids=0..99", "ids=90..199"), "the model does not answer a request of the load: "),
+        (CONFIG.replace("ids=0..99", "ids=90..199"), "the model does not answer the load: "),
     ):
         config.write_text(text)
         code, out, err = tune(encoder, *LOAD)

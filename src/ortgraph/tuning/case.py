@@ -14,6 +14,7 @@ from ..config import ModelConfig
 from ..dtypes import DType
 from ..engine import Engine
 from ..signature import Signature, Sizes
+from .inprocess import EngineSubject
 from .load import Load, TuningError, batches, default_lengths
 from .pairs import Settings
 
@@ -74,7 +75,7 @@ def examine(model: Model, lengths: Mapping[int, float] | None, clients: int, row
 
     Raises:
         LoadError: it cannot be served.
-        TuningError: it does not take so many rows.
+        TuningError: it does not take so many rows, or does not answer the load.
     """
     config = model.config
     if config.max_batch_size and rows > config.max_batch_size:
@@ -86,6 +87,7 @@ def examine(model: Model, lengths: Mapping[int, float] | None, clients: int, row
         is_joined = signature.is_batched and model.has_batching
         per_batch = min(clients, config.max_batch_size // rows) if is_joined else 1
         drawn = batches(config, signature, load, per_batch=per_batch, count=BATCHES)
+        EngineSubject(engine, drawn[:1])  # without answers to this load there is nothing to compare
         return Case(
             model=model,
             load=load,

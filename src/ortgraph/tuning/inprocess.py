@@ -68,7 +68,7 @@ class EngineSubject:
         for batch in self._batches:
             for answer in self.engine.run_batch([Request(dict(inputs)) for inputs in batch]):
                 if isinstance(answer, RequestError):
-                    raise TuningError(f"the model does not answer a request of the load: {answer}; choose other --lengths")
+                    raise TuningError(f"the model does not answer the load: {answer}; choose other --lengths")
                 found.append({name: np.array(array, copy=True) for name, array in answer.items()})
         return found
 
@@ -91,29 +91,19 @@ class Engines:
             TuningError: it does not answer the load.
         """
         config = self._configure(candidate)
-        kept = self.open_base(base)
-        other = self._load(config)
-        try:
-            other.count = kept.count
-            yield kept, other
-        finally:
-            is_lost = not (kept.engine.is_healthy and other.engine.is_healthy)
-            other.engine.close()
-            if is_lost:
-                raise DeviceLost("the device was lost in a run; the same command goes on without this candidate")
-
-    def open_base(self, base: Settings) -> EngineSubject:
-        """What candidates are to beat; loaded where it is not yet.
-
-        Raises:
-            LoadError: the model cannot be served like this.
-            TuningError: it does not answer the load.
-        """
         if self._base is None or self._settings != base:
             self.close()
             self._base, self._settings = self._load(self._configure(base)), dict(base)
             self._base.measure_slice()
-        return self._base
+        other = self._load(config)
+        try:
+            other.count = self._base.count
+            yield self._base, other
+        finally:
+            is_lost = not (self._base.engine.is_healthy and other.engine.is_healthy)
+            other.engine.close()
+            if is_lost:
+                raise DeviceLost("the device was lost in a run; the same command goes on without this candidate")
 
     def _load(self, config: ModelConfig) -> EngineSubject:
         engine = Engine.load(config)

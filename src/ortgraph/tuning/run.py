@@ -62,7 +62,6 @@ def run(case: Case, store: Store, budget: Budget, tell: Tell) -> Outcome:
 
     search = Search(store, case.dtypes, case.rounding, engines.open, None if why_no_server else servers, tell)
     try:
-        engines.open_base({})  # without an answer to this load there is nothing to compare
         tables = _tables(case, store, budget, tell)
         _search_session(case, search, store, tables, budget.part(0.8 if why_no_server else 0.55))
         engines.close()
