@@ -22,6 +22,7 @@ from benchmarks.in_process import load_config
 from ortgraph import Engine
 from ortgraph.batch import Request
 from ortgraph.errors import RequestError
+from ortgraph.server import ROOT
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy_", "cuStreamSynchronize", "cuCtxSynchronize")
 ALLOCATES = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaHostRegister", "cuMemAlloc", "cuMemFree", "cuMemHostAlloc")
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--output", type=Path, default=report.RESULTS / "gpu_calls.json")
     parsed = parser.parse_args(arguments)
-    folder = workload.write(report.RESULTS.parent.parent / ".cache" / "workload", is_fused=False, instances=[1])[1]
+    folder = workload.write(ROOT / ".cache" / "workload", is_fused=False, instances=[1])[1]
     engine = Engine.load(load_config(folder / workload.MODEL, "cuda"))
     provider: Any = engine._provider
     rng = np.random.default_rng(0)

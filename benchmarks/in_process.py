@@ -18,12 +18,11 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from google.protobuf import json_format, text_format  # type: ignore[import-untyped]
-from tritonclient.grpc import model_config_pb2
 
 from benchmarks import machine
 from ortgraph import Engine, parse
 from ortgraph.batch import Request
+from ortgraph.cli.target import read_target
 from ortgraph.config import ModelConfig
 from ortgraph.errors import RequestError
 from ortgraph.preflight import worst_error
@@ -48,10 +47,7 @@ class Measured:
 
 def load_config(folder: Path, provider: str) -> ModelConfig:
     """The config of a model directory, for one provider."""
-    message = text_format.Parse((folder / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
-    written = json_format.MessageToDict(message, preserving_proto_field_name=True)
-    written.setdefault("parameters", {})["execution_provider"] = {"string_value": provider}
-    return parse(written, model_path=folder / "1" / "model.onnx")
+    return replace(read_target(folder).settings, execution_provider=provider)
 
 
 class IoBinding:
@@ -162,6 +158,12 @@ def stream_sizes(engine: Engine, rng: np.random.Generator) -> list[Sizes]:
     return made
 
 
+def plain(session: ort.InferenceSession) -> RunModel:
+    """`session.run` from host arrays to host arrays."""
+    names = [node.name for node in session.get_outputs()]
+    return lambda inputs: dict(zip(names, session.run(names, inputs), strict=True))
+
+
 def through_engine(engine: Engine) -> RunModel:
     """One request, as serving runs it."""
 
@@ -191,17 +193,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = replace(config, buckets=parse(written, model_path=config.model_path).buckets)
     cpu = plain_session(config, "cpu")
     session = plain_session(config, parsed.provider)
-    names = [node.name for node in session.get_outputs()]
     start = time.perf_counter()
     engine = Engine.load(config)
     load_s = time.perf_counter() - start
-    variants: dict[str, RunModel] = {"session.run": lambda x: dict(zip(names, session.run(None, x), strict=True))}
+    variants: dict[str, RunModel] = {"session.run": plain(session)}
     if parsed.provider == "cuda":
         variants["IO binding"] = IoBinding(session)
     variants["ortgraph"] = through_engine(engine)
     buckets = [("x".join(map(str, sizes)), [sizes]) for sizes in bucket_sizes(engine)]
     try:
-        reference: RunModel = lambda x: dict(zip(names, cpu.run(None, x), strict=True))  # noqa: E731
+        reference = plain(cpu)
         rows = measure(engine, variants, reference, buckets, runs=parsed.runs, rng=rng)
         rows += measure(
             engine, variants, reference, [("stream", stream_sizes(engine, rng))], runs=parsed.stream, rng=rng

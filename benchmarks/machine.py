@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from ortgraph.tuning.store import gpus as gpus
 
 PACKAGES = ("onnxruntime-gpu", "onnxruntime", "numpy", "tritonclient")
 
@@ -48,16 +49,6 @@ def cpu_model() -> str:
         if name.strip() == "model name":
             return value.strip()
     return platform.processor() or platform.machine()
-
-
-def gpus() -> list[str]:
-    """Names of the NVIDIA GPUs; empty where there is none."""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
 
 
 def installed() -> Mapping[str, str]:

@@ -51,7 +51,6 @@ class Flight:
     run: Run
     started_s: float
     staged: Mapping[str, Array]
-    has_device_arrays: bool
 
     def is_done(self) -> bool:
         """Whether finishing it would not wait."""
@@ -69,7 +68,7 @@ class Batch:
     @property
     def has_device_arrays(self) -> bool:
         """Whether a run reads the requests' own GPU memory, which must be there until it is over."""
-        return any(flight.has_device_arrays for flight in self.flights)
+        return any(request.has_device_arrays for request in self.requests)
 
     def is_done(self) -> bool:
         """Whether finishing it would not wait."""
@@ -294,8 +293,7 @@ class Engine:
         rows = None
         if self.signature.is_batched:
             rows = sum(item.sizes[0] for item in group.items)
-        has_device_arrays = any(requests[item.place].has_device_arrays for item in group.items)
-        flight = Flight(group, slot, slot.launch(wanted, rows), staged, arrays, has_device_arrays)
+        flight = Flight(group, slot, slot.launch(wanted, rows), staged, arrays)
         self._count(group, requests, arrays, staged - start)
         return flight
 
@@ -308,7 +306,8 @@ class Engine:
             ]
         except RequestError as error:
             answers = []
-            if len(group.items) == 1 or not self._provider.is_healthy or flight.has_device_arrays:
+            is_gone = any(requests[item.place].has_device_arrays for item in group.items)  # not in what was staged
+            if len(group.items) == 1 or is_gone or not self._provider.is_healthy:
                 answers += [(item.place, self._as_client_error(error)) for item in group.items]
         alone = [] if answers else self._each_alone(flight, requests)
         self._provider.give_back(flight.slot)

@@ -93,12 +93,6 @@ def worst_error(got: Array, wanted: Array, dtype: DType, *, is_coarse: bool = Fa
     return float((difference / np.maximum(scale, _FLOOR)).max())
 
 
-def change(got: Array, wanted: Array, dtype: DType, rounding: float = 0.0) -> float:
-    """The worst error where it is more than rounding, else 0. `rounding` is the provider's (base.py)."""
-    worst = worst_error(got, wanted, dtype, is_coarse=rounding > 0)
-    return worst if worst > allowed_error(dtype, rounding) else 0.0
-
-
 def allowed_error(dtype: DType, rounding: float) -> float:
     """What `worst_error` may be in right answers: that of the type, or of a provider whose rounding is more."""
     return max(dtype.tolerance, rounding) if dtype.tolerance else 0.0
@@ -180,7 +174,9 @@ class Preflight:
 
     def error(self, name: str, got: Array, wanted: Array, trial: Trial = _ORDINARY) -> float:
         """How much an output differs from another run's; 0 where that is rounding."""
-        return change(got, wanted, self._dtypes[name], self._rounding if self._is_on_device(trial) else 0.0)
+        dtype, rounding = self._dtypes[name], self._rounding if self._is_on_device(trial) else 0.0
+        worst = worst_error(got, wanted, dtype, is_coarse=rounding > 0)
+        return worst if worst > allowed_error(dtype, rounding) else 0.0
 
     @staticmethod
     def _is_on_device(trial: Trial) -> bool:

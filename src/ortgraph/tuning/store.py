@@ -27,7 +27,7 @@ def machine() -> dict[str, Any]:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "gpus": _gpus(), "versions": versions}
+    return {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus(), "versions": versions}
 
 
 def _cpu() -> str:
@@ -38,7 +38,8 @@ def _cpu() -> str:
     return platform.machine()
 
 
-def _gpus() -> list[str]:
+def gpus() -> list[str]:
+    """Names and drivers of the NVIDIA GPUs; empty where there is none."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
