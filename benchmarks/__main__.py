@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks import documents, machine, report, workload
+from benchmarks import documents, figures, machine, report, workload
 from benchmarks.rounds import Load, Plan, Slice, serve_and_measure
 from benchmarks.summary import Row, summarise
 from benchmarks.targets import BenchmarkError, prepare
@@ -120,6 +122,43 @@ def gpu(
         tolerance=2e-2,
         output=output or report.RESULTS / f"gpu_{'fused' if fused else 'plain'}.json",
     )
+
+
+@app.command()
+def gpu_figures(
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"One of {', '.join(figures.MEASURES)}; may be given again; default: all.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.3, help="Of each load.")] = 2.0,
+    tiny: Annotated[bool, typer.Option(help="A tiny model on the CPU: tries the command out.")] = False,
+    output: Output = None,
+) -> None:
+    """Each figure that serving on a GPU is held to: asked, measured, reached or not. Written after each measure.
+
+    Example: python -m benchmarks gpu-figures --only busy --only python
+    """
+    path = output or report.RESULTS / ("gpu_figures_tiny.json" if tiny else "gpu_figures.json")
+    try:
+        if unknown := set(only or ()) - figures.MEASURES.keys():
+            raise BenchmarkError(f"--only takes {', '.join(figures.MEASURES)}, got '{min(unknown)}'")
+        for name in only or figures.MEASURES:
+            with tempfile.TemporaryDirectory(prefix="ortgraph-figures-") as folder, console.status(f"measuring {name}"):
+                found = figures.MEASURES[name](figures.Setup(Path(folder), seconds, tiny))
+            described = machine.describe(["gpu-figures", "--seconds", f"{seconds:g}", *(["--tiny"] if tiny else [])])
+            old = json.loads(path.read_text()) if path.is_file() else {}
+            result = figures.merged(old, described, [asdict(figure) for figure in found])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(result, indent=1) + "\n")
+            for figure in found:
+                state = {True: ", reached", False: ", not reached", None: ""}[figure.is_reached]
+                text = f"{figure.figure}: {figure.measured} (asked: {figure.asked or '-'}{state})"
+                console.print(text, markup=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        console.print("error: stopped by Ctrl-C", style="bold red")
+        raise typer.Exit(130) from None
+    except (BenchmarkError, LoadTestError, OrtgraphError, OSError) as error:
+        console.print(f"error: {error}", style="bold red", markup=False)
+        raise typer.Exit(1) from None
 
 
 @app.command()

@@ -26,8 +26,8 @@ def render(text: str) -> str:
 
 def table(result: Mapping[str, Any]) -> str:
     """A result as Markdown, and where the numbers are from."""
-    row = result["rows"][0]
-    lines = _compared(result) if "load" in row else _by_size(result) if "variant" in row else _by_m(result)
+    kinds = {"figure": _figures, "load": _compared, "variant": _by_size, "m": _by_m}
+    lines = next(make for key, make in kinds.items() if key in result["rows"][0])(result)
     hardware, versions = result["hardware"], result["versions"]
     machine = ", ".join([f"{hardware['cores']} cores of {hardware['cpu']}", *hardware["gpus"]])
     software = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -77,6 +77,15 @@ def _by_m(result: Mapping[str, Any]) -> list[str]:
     for row in result["rows"]:
         times = [f"{row['us'][name]:.0f}" for name in names]
         lines.append(f"| {' | '.join([str(row['m']), *times, min(row['us'], key=row['us'].__getitem__)])} |")
+    return lines
+
+
+def _figures(result: Mapping[str, Any]) -> list[str]:
+    """A row for each figure that was asked for."""
+    lines = ["| figure | asked | measured | reached |", "|---|---|---|---|"]
+    for row in result["rows"]:
+        cells = (row["figure"], row["asked"], row["measured"], {True: "yes", False: "no", None: ""}[row["is_reached"]])
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

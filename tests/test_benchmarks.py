@@ -9,6 +9,8 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from benchmarks import machine
+from benchmarks.documents import table
+from benchmarks.figures import covered_ns, merged
 from benchmarks.loader import Measurement
 from benchmarks.rounds import Load, Slice
 from benchmarks.summary import summarise
@@ -112,3 +114,24 @@ def test_a_percentile_is_a_sample_that_enough_others_do_not_exceed(count: int):
 def test_a_results_command_does_not_name_its_file():
     found = machine.describe(["cpu", "--output", "/somewhere/x.json", "--rounds", "2", "--output=y.json"])
     assert found["command"] == "python -m benchmarks cpu --rounds 2"
+
+
+def test_a_span_is_covered_by_the_union_of_what_ran():
+    assert covered_ns([(0, 10), (5, 20), (30, 40), (32, 35), (90, 200)], 2, 100) == 18 + 10 + 10
+    assert covered_ns([], 0, 10) == 0
+    assert covered_ns([(0, 5), (20, 30)], 5, 20) == 0
+
+
+def test_figures_of_one_machine_are_kept_together():
+    def row(measure: str, measured: str, is_reached: bool | None) -> dict[str, object]:
+        return {"measure": measure, "figure": "f", "asked": "1", "measured": measured, "is_reached": is_reached}
+
+    hardware = {"cores": 2, "cpu": "c", "gpus": []}
+    described = {"command": "c", "date": "d", "hardware": hardware, "versions": {"python": "3"}}
+    first = merged({}, described, [row("python", "old", False), row("rows", "kept", True)])
+    second = merged(first, described, [row("python", "new", None)])
+    assert [each["measured"] for each in second["rows"]] == ["kept", "new"]
+    assert "| f | 1 | kept | yes |" in table(second)
+    assert "| f | 1 | new |  |" in table(second)
+    other = merged(second, described | {"hardware": {**hardware, "cores": 3}}, [row("rows", "other", True)])
+    assert [each["measured"] for each in other["rows"]] == ["other"]

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ortgraph.metrics import DESCRIPTIONS, Labels, Metrics, MetricsThread, describe
+from ortgraph.metrics import DESCRIPTIONS, Labels, Metrics, MetricsThread, describe, interpolated
 
 
 class Sink:
@@ -124,3 +124,15 @@ def test_closing_passes_on_what_no_interval_did() -> None:
     metrics.add("ortgraph_requests_total", 7, outcome="answered")
     thread.close()
     assert sink.calls == [("ortgraph_requests_total", (("outcome", "answered"),), 7)]
+
+
+def test_a_time_between_buckets_is_linear_in_each_size() -> None:
+    ladders = ((1, 2, 8), (16, 64))
+
+    def cost(sizes: tuple[int, ...]) -> float:
+        return 5.0 + 2.0 * sizes[0] + 0.5 * sizes[0] * sizes[1]
+
+    for rows, length in ((1, 16), (2, 40.5), (3, 64), (7, 17.25), (8, 8)):
+        assert interpolated(cost, ladders, (rows, length)) == pytest.approx(5 + 2 * rows + 0.5 * rows * length)
+    assert interpolated(lambda sizes: 3.0, ((8,),), (2,)) == 0.75
+    assert interpolated(lambda sizes: sizes[0] - 16.0, ((16, 32),), (8,)) == 0.0

@@ -21,7 +21,7 @@ from .config import ModelConfig
 from .dtypes import as_storage
 from .errors import InvalidRequest, ModelError, RequestError, RunError, UnsupportedRequest
 from .graph import OnDemand, capture_buckets, replay_cost
-from .metrics import Key, Metrics
+from .metrics import Key, Metrics, interpolated
 from .preflight import Findings, Preflight, RunExact
 from .providers import Provider, Run, Slot, open_checked, open_provider
 from .providers.base import Array, DeviceArray, DeviceProvider, HostArrays
@@ -37,6 +37,8 @@ Answer = HostArrays | RequestError
 _MAX_HIT_KEYS = 1024
 _REAL: Key = ("ortgraph_real_elements_total", ())
 _PADDED: Key = ("ortgraph_padded_elements_total", ())
+_DEVICE_S: Key = ("ortgraph_device_seconds_total", ())
+_PADDING_S: Key = ("ortgraph_padding_seconds_total", ())
 
 
 @dataclass(frozen=True)
@@ -368,6 +370,8 @@ class Engine:
             counts.append((key, 1))
         if reason := self._provider.eager_reason(bucket):
             counts.append((("ortgraph_eager_runs_total", (("reason", reason),)), 1))
+        elif bucket is not None and (seconds := self._replay_seconds(bucket, items)):
+            counts += ((_DEVICE_S, seconds[0]), (_PADDING_S, seconds[1]))
         total = sum(array.size for array in staged.values())
         real = total
         if len(items) > 1 or items[0].sizes != group.sizes:
@@ -382,6 +386,24 @@ class Engine:
                 ("ortgraph_staging_seconds", staging_s),
             ),
         )
+
+    def _replay_seconds(self, bucket: Sizes, items: Sequence[Item]) -> tuple[float, float] | None:
+        """The estimated time of a replay and how much of it went into padding; None where no replay was timed."""
+        ladders = [ladder for ladder, size in zip(self.table.ladders, bucket, strict=True) if ladder and size in ladder]
+        if len(ladders) < len(bucket):
+            return None
+        whole = self.table.cost(bucket)
+        real: Sequence[float] = items[0].sizes
+        if len(items) > 1:
+            batch = self.table.batch_dim
+            assert batch is not None
+            rows = [item.sizes[batch] for item in items]
+            total = sum(rows)
+            real = [
+                total if dim == batch else sum(n * item.sizes[dim] for n, item in zip(rows, items, strict=True)) / total
+                for dim in range(len(bucket))
+            ]
+        return whole, max(whole - interpolated(self.table.cost, ladders, real), 0.0)
 
     def bucket_name(self, bucket: Sizes) -> str:
         """`batch=8,sequence=64`, or `exact` for a model without buckets.

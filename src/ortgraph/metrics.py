@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from .buckets import Cost, Ladder
 
 Labels = tuple[tuple[str, str], ...]
 Key = tuple[str, Labels]
@@ -23,6 +25,9 @@ DESCRIPTIONS: Mapping[str, str] = {
     "ortgraph_eager_runs_total": "Groups run without a captured graph, by reason",
     "ortgraph_real_elements_total": "Input elements that came from requests",
     "ortgraph_padded_elements_total": "Input elements added as padding",
+    "ortgraph_device_seconds_total": "Replays' estimated time, by each bucket's measured when the model was loaded",
+    "ortgraph_padding_seconds_total": "Part of ortgraph_device_seconds_total beyond the time interpolated at the rows "
+    "and mean sizes sent",
     "ortgraph_group_rows": "Rows of a group",
     "ortgraph_group_requests": "Requests of a group",
     "ortgraph_staging_seconds": "Time to copy a group's inputs in",
@@ -106,6 +111,31 @@ class Metrics:
             if grown:
                 self._passed_on[name, labels] = value
                 sink(name, labels, grown)
+
+
+def interpolated(cost: Cost, ladders: Sequence[Ladder], sizes: Sequence[float]) -> float:
+    """The time of a run at sizes between those of the buckets: linear in each dimension, never negative.
+
+    Below a ladder's first size the line through its first two goes on; a single one is a line through 0.
+    """
+    corners: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
+    for size, ladder in zip(sizes, ladders, strict=True):
+        place = bisect.bisect_left(ladder, size)
+        if place < len(ladder) and ladder[place] == size:
+            corners = [(weight, (*corner, ladder[place])) for weight, corner in corners]
+            continue
+        if len(ladder) == 1:
+            corners = [(weight * size / ladder[0], (*corner, ladder[0])) for weight, corner in corners]
+            continue
+        place = min(max(place, 1), len(ladder) - 1)
+        low, high = ladder[place - 1], ladder[place]
+        share = (size - low) / (high - low)
+        corners = [
+            (weight * part, (*corner, end))
+            for weight, corner in corners
+            for part, end in ((1.0 - share, low), (share, high))
+        ]
+    return max(sum(weight * cost(corner) for weight, corner in corners), 0.0)
 
 
 def _bound(bound: float) -> str:

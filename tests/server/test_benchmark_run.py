@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,3 +92,20 @@ def test_ctrl_c_ends_a_comparison_with_what_was_measured(tmp_path: Path):
     assert result["rows"][0]["latency"]["count"] > 0
     assert f"stopped by Ctrl-C after {finished} of 100 rounds" in said
     assert "req/s" in said
+
+
+def test_figures_are_measured_on_a_tiny_model(tmp_path: Path):
+    output = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks", "gpu-figures", "--tiny", "--seconds", "0.3", "--output", str(output)]
+    only = [argument for name in ("device-io", "python", "busy") for argument in ("--only", name)]
+    done = subprocess.run([*command, *only], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["figure"]: row["measured"] for row in json.loads(output.read_text())["rows"]}
+    assert list(rows)[:2] == ["device busy, length 128, 1 instance", "device busy, length 128, 2 instances"]
+    shares = [float(text) / 100 for text in re.findall(r"clients (\d+)%", "".join(rows.values()))]
+    assert len(shares) == 6
+    assert all(0 < share <= 1 for share in shares)
+    assert re.match(r"[1-9]\d* us: reading \d+, begin \d+, ", rows["Python a request, batches of 1"])
+    done = subprocess.run([*command, "--only", "nothing"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "'nothing'" in done.stdout

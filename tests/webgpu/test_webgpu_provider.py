@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -310,4 +311,17 @@ def test_capture_can_be_off(encoder_path: Path, cpu: Engine) -> None:
     assert_equal(engine, cpu, [text(np.random.default_rng(9), 4)])
     assert eager_runs(engine) == {"graph_capture_off": 1}
     assert counter(engine, "ortgraph_captures_total") == 0
+    engine.close()
+
+
+def test_time_that_goes_into_padding_is_counted(encoder_path: Path):
+    """The time of the bucket that ran, against the one between buckets at the rows and mean length sent."""
+    engine = load_encoder(encoder_path, buckets=BUCKETS, graph_capture="required")
+    engine.table = replace(engine.table, cost=lambda sizes: 1.0 + sizes[0] * sizes[1], _plans={}, _kinds={})
+    seen = [0.0, 0.0]
+    for lengths, device_s, padding_s in (([8], 9, 0), ([6], 9, 2), ([3], 5, 1), ([8, 6], 17, 2), ([9], 0, 0)):
+        engine.run_batch([Request(text(np.random.default_rng(length), length)) for length in lengths])
+        before = seen
+        seen = [counter(engine, f"ortgraph_{name}_seconds_total") for name in ("device", "padding")]
+        assert [new - old for new, old in zip(seen, before, strict=True)] == pytest.approx([device_s, padding_s])
     engine.close()
