@@ -158,7 +158,8 @@ def left_by(repository: Path) -> list[dict[str, Any]]:
     """
     files = sorted((repository / workload.MODEL / "1").glob("watch-*.json"))
     if not files:
-        raise BenchmarkError(f"no instance of {repository.name} left its times; see its server's log")
+        log = repository.with_name(f"{repository.name}.log").read_text(errors="replace")
+        raise BenchmarkError(f"no instance of {repository.name} left its times; its log ends: {log[-1000:]}")
     return [json.loads(path.read_text()) for path in files]
 
 
@@ -175,15 +176,15 @@ def covered_ns(intervals: Sequence[tuple[int, int]], start_ns: int, end_ns: int)
 
 def busy(setup: Setup) -> list[Figure]:
     """The share of wall time in which a graph runs on the device, over all instances together."""
-    loads = [f"{clients}:128" for clients in (14, 28, 56)]
+    loads = [f"{clients}:128" for clients in (14, 28, 56, 112)]
     found = []
     for instances in (1, 2):
         repository = setup.watched(instances, "TracedModel")
         served = serve(setup, repository, loads)
         left = left_by(repository)
         shares: dict[str, list[float]] = {}
-        for source in left[0]:
-            intervals = [(start, end) for each in left for start, end in each[source]]
+        for source in set.intersection(*(set(each["intervals"]) for each in left)):
+            intervals = [(start, end) for each in left for start, end in each["intervals"][source]]
             spans = [(one.start_ns, one.end_ns) for one in served.values()]
             shares[source] = [covered_ns(intervals, *span) / (span[1] - span[0]) for span in spans]
         # CUPTI's are exact; it may give no times for graphs (a driver that cannot), which the events show.
@@ -197,7 +198,8 @@ def busy(setup: Setup) -> list[Figure]:
             for source, each in shares.items()
             if source != best
         ]
-        measured = "; ".join([*texts, f"by {best}", *others])
+        notes = {each["note"] for each in left} - {""}
+        measured = "; ".join([*texts, f"by {best}", *others, *notes])
         is_reached = max(shares[best]) >= 0.85
         name = f"device busy, length 128, {instances} instance{'s'[: instances - 1]}"
         found.append(
@@ -345,7 +347,7 @@ def device_io(setup: Setup) -> list[Figure]:
             if error > 2e-2:
                 raise BenchmarkError(f"an answer on the device is off by {error:.1e}")
         times_s: dict[str, list[float]] = {name: [] for name in variants}
-        for number in islice(cycle(range(len(host))), max(int(150 * setup.seconds), 10)):
+        for number in islice(cycle(range(len(host))), max(int(500 * setup.seconds), 10)):
             for name, (_, run) in variants.items():
                 start = time.perf_counter()
                 run(number)

@@ -79,7 +79,13 @@ class TracedModel(TritonPythonModel):
     def initialize(self, args: dict[str, str]) -> None:
         """CUPTI must be there before the graphs are."""
         self._file = _leave(args)
-        self._graphs = _GraphTrace() if args["model_instance_kind"] == "GPU" and _has_cupti() else None
+        self._graphs: _GraphTrace | None = None
+        self._note = ""
+        if args["model_instance_kind"] == "GPU":
+            try:
+                self._graphs = _GraphTrace()
+            except Exception as error:  # of CUPTI's own types, which are not there without it; the events are
+                self._note = f"no CUPTI: {error}"
         super().initialize(args)
         assert self._engine
         provider: Any = self._engine._provider
@@ -90,7 +96,7 @@ class TracedModel(TritonPythonModel):
         found = {self._runs.name: self._runs.intervals()}
         if self._graphs is not None:
             found[self._graphs.name] = self._graphs.intervals()
-        self._file.write_text(json.dumps(found))
+        self._file.write_text(json.dumps({"intervals": found, "note": self._note}))
         super().finalize()
 
 
@@ -103,14 +109,6 @@ def _wait_of(provider: str) -> tuple[Any, str]:
     from ortgraph.providers.cpu import CpuRun
 
     return CpuRun, "wait"
-
-
-def _has_cupti() -> bool:
-    try:
-        import cupti.cupti  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 class _GraphTrace:

@@ -103,7 +103,7 @@ def test_figures_are_measured_on_a_tiny_model(tmp_path: Path):
     rows = {row["figure"]: row["measured"] for row in json.loads(output.read_text())["rows"]}
     assert list(rows)[:2] == ["device busy, length 128, 1 instance", "device busy, length 128, 2 instances"]
     shares = [float(text) / 100 for text in re.findall(r"clients (\d+)%", "".join(rows.values()))]
-    assert len(shares) == 6
+    assert len(shares) == 8
     assert all(0 < share <= 1 for share in shares)
     assert re.match(r"[1-9]\d* us: reading \d+, begin \d+, ", rows["Python a request, batches of 1"])
     done = subprocess.run([*command, "--only", "nothing"], cwd=ROOT, capture_output=True, text=True, timeout=60)
