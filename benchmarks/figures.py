@@ -103,9 +103,9 @@ class Loaded:
         """Right answers a second."""
         return len(self.measured.latencies_ms) / self.measured.measured_s
 
-    def grown(self, name: str) -> float:
+    def grown(self, name: str, **labels: str) -> float:
         """What a counter grew by."""
-        return grown(self.before, self.after, name)
+        return grown(self.before, self.after, name, **labels)
 
 
 def serve(
@@ -316,13 +316,17 @@ def padding(setup: Setup) -> list[Figure]:
     for sequence in (workload.SEQUENCE, FINER_SEQUENCE):
         load = "14:8..128"
         one = serve(setup, setup.repository(2, sequence), [load], is_settled=True)[load]
-        device_s, padding_s = (one.grown(f"ortgraph_{name}_seconds_total") for name in ("device", "padding"))
-        share = padding_s / device_s if device_s else float("nan")  # nothing is captured on the CPU
+        device_s = one.grown("ortgraph_device_seconds_total") or float("nan")  # nothing is captured on the CPU
+        series = "ortgraph_padding_seconds_total"
+        bucket, joining = (one.grown(series, cause=cause) / device_s for cause in ("bucket", "joining"))
         elements = {kind: one.grown(f"ortgraph_{kind}_elements_total") for kind in ("real", "padded")}
         of_elements = elements["padded"] / sum(elements.values())
-        measured = f"{share:.0%} of device time, {of_elements:.0%} of elements, {one.rate:.0f} requests/s"
+        measured = (
+            f"{bucket + joining:.1%} of device time: {bucket:.1%} up to the buckets, {joining:.1%} to join lengths; "
+            f"{of_elements:.0%} of elements; {one.rate:.0f} requests/s"
+        )
         name = f"padding, 14 clients, lengths 8 to 128, sequence={sequence}"
-        found.append(Figure("padding", name, "20 % of device time", measured, share <= 0.2))
+        found.append(Figure("padding", name, "20 % of device time", measured, bucket + joining <= 0.2))
     return found
 
 

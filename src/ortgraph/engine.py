@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import mul
 from typing import Any
 
 from . import signature as signatures
@@ -38,7 +39,8 @@ _MAX_HIT_KEYS = 1024
 _REAL: Key = ("ortgraph_real_elements_total", ())
 _PADDED: Key = ("ortgraph_padded_elements_total", ())
 _DEVICE_S: Key = ("ortgraph_device_seconds_total", ())
-_PADDING_S: Key = ("ortgraph_padding_seconds_total", ())
+_BUCKET_S: Key = ("ortgraph_padding_seconds_total", (("cause", "bucket"),))
+_JOINING_S: Key = ("ortgraph_padding_seconds_total", (("cause", "joining"),))
 
 
 @dataclass(frozen=True)
@@ -371,7 +373,7 @@ class Engine:
         if reason := self._provider.eager_reason(bucket):
             counts.append((("ortgraph_eager_runs_total", (("reason", reason),)), 1))
         elif bucket is not None and (seconds := self._replay_seconds(bucket, items)):
-            counts += ((_DEVICE_S, seconds[0]), (_PADDING_S, seconds[1]))
+            counts += zip((_DEVICE_S, _BUCKET_S, _JOINING_S), seconds, strict=True)
         total = sum(array.size for array in staged.values())
         real = total
         if len(items) > 1 or items[0].sizes != group.sizes:
@@ -387,23 +389,28 @@ class Engine:
             ),
         )
 
-    def _replay_seconds(self, bucket: Sizes, items: Sequence[Item]) -> tuple[float, float] | None:
-        """The estimated time of a replay and how much of it went into padding; None where no replay was timed."""
+    def _replay_seconds(self, bucket: Sizes, items: Sequence[Item]) -> tuple[float, float, float] | None:
+        """The estimated time of a replay, and of it what went into padding: up to the bucket, and to join the items.
+
+        None where no replay was timed.
+        """
         ladders = [ladder for ladder, size in zip(self.table.ladders, bucket, strict=True) if ladder and size in ladder]
         if len(ladders) < len(bucket):
             return None
-        whole = self.table.cost(bucket)
-        real: Sequence[float] = items[0].sizes
-        if len(items) > 1:
-            batch = self.table.batch_dim
-            assert batch is not None
-            rows = [item.sizes[batch] for item in items]
-            total = sum(rows)
-            real = [
-                total if dim == batch else sum(n * item.sizes[dim] for n, item in zip(rows, items, strict=True)) / total
-                for dim in range(len(bucket))
+        cost, batch = self.table.cost, self.table.batch_dim
+        whole = cost(bucket)
+        longest: Sequence[float] = items[0].sizes
+        mean = longest
+        if len(items) > 1 and batch is not None:
+            columns = list(zip(*(item.sizes for item in items), strict=True))
+            rows, total = columns[batch], sum(columns[batch])
+            longest = [total if dim == batch else max(column) for dim, column in enumerate(columns)]
+            mean = [
+                total if dim == batch else sum(map(mul, rows, column)) / total for dim, column in enumerate(columns)
             ]
-        return whole, max(whole - interpolated(self.table.cost, ladders, real), 0.0)
+        filled = min(interpolated(cost, ladders, longest), whole)
+        needed = filled if mean == longest else min(interpolated(cost, ladders, mean), filled)
+        return whole, whole - filled, filled - needed
 
     def bucket_name(self, bucket: Sizes) -> str:
         """`batch=8,sequence=64`, or `exact` for a model without buckets.

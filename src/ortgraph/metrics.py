@@ -26,8 +26,8 @@ DESCRIPTIONS: Mapping[str, str] = {
     "ortgraph_real_elements_total": "Input elements that came from requests",
     "ortgraph_padded_elements_total": "Input elements added as padding",
     "ortgraph_device_seconds_total": "Replays' estimated time, by each bucket's measured when the model was loaded",
-    "ortgraph_padding_seconds_total": "Part of ortgraph_device_seconds_total beyond the time interpolated at the rows "
-    "and mean sizes sent",
+    "ortgraph_padding_seconds_total": "Part of ortgraph_device_seconds_total, by cause: beyond the time interpolated "
+    "at the rows and longest sizes sent (bucket), and from there to their mean sizes (joining)",
     "ortgraph_group_rows": "Rows of a group",
     "ortgraph_group_requests": "Requests of a group",
     "ortgraph_staging_seconds": "Time to copy a group's inputs in",

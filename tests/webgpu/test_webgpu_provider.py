@@ -315,13 +315,19 @@ def test_capture_can_be_off(encoder_path: Path, cpu: Engine) -> None:
 
 
 def test_time_that_goes_into_padding_is_counted(encoder_path: Path):
-    """The time of the bucket that ran, against the one between buckets at the rows and mean length sent."""
+    """The time of the bucket that ran, against those between buckets at the longest and at the mean length sent."""
     engine = load_encoder(encoder_path, buckets=BUCKETS, graph_capture="required")
     engine.table = replace(engine.table, cost=lambda sizes: 1.0 + sizes[0] * sizes[1], _plans={}, _kinds={})
-    seen = [0.0, 0.0]
-    for lengths, device_s, padding_s in (([8], 9, 0), ([6], 9, 2), ([3], 5, 1), ([8, 6], 17, 2), ([9], 0, 0)):
+    seen = (0.0, 0.0, 0.0)
+    for lengths, *grown in (([8], 9, 0, 0), ([6], 9, 2, 0), ([3], 5, 1, 0), ([7, 5], 17, 2, 2), ([9], 0, 0, 0)):
         engine.run_batch([Request(text(np.random.default_rng(length), length)) for length in lengths])
-        before = seen
-        seen = [counter(engine, f"ortgraph_{name}_seconds_total") for name in ("device", "padding")]
-        assert [new - old for new, old in zip(seen, before, strict=True)] == pytest.approx([device_s, padding_s])
+        before, seen = (
+            seen,
+            (
+                counter(engine, "ortgraph_device_seconds_total"),
+                counter(engine, "ortgraph_padding_seconds_total", cause="bucket"),
+                counter(engine, "ortgraph_padding_seconds_total", cause="joining"),
+            ),
+        )
+        assert [new - old for new, old in zip(seen, before, strict=True)] == pytest.approx(grown)
     engine.close()
