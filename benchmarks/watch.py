@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ortgraph.backend import TritonPythonModel
+from ortgraph.remote import RemoteEngine
 
 Interval = tuple[int, int]
 _PENDING = 256
@@ -37,8 +38,8 @@ class TimedModel(TritonPythonModel):
         for owner, name, part in (
             (self, "_read", "read"),
             (self, "_respond", "respond"),
-            (self._engine, "begin", "begin"),
-            (*_wait_of(self._engine.provider_name), "wait"),
+            (self._engine, "_send" if isinstance(self._engine, RemoteEngine) else "begin", "begin"),
+            (*_wait_of(self._engine), "wait"),
         ):
             setattr(owner, name, self._timed(getattr(owner, name), part))
 
@@ -88,8 +89,8 @@ class TracedModel(TritonPythonModel):
                 self._note = f"no CUPTI: {error}"
         super().initialize(args)
         assert self._engine
-        provider: Any = self._engine._provider
-        self._runs = _EventTrace(provider) if self._engine.provider_name == "cuda" else _HostTrace()
+        engine: Any = self._engine
+        self._runs = _EventTrace(engine._provider) if engine.provider_name == "cuda" else _HostTrace()
 
     def finalize(self) -> None:
         """Leave the file."""
@@ -100,9 +101,11 @@ class TracedModel(TritonPythonModel):
         super().finalize()
 
 
-def _wait_of(provider: str) -> tuple[Any, str]:
-    """Where serving waits for the device: for the event; on the CPU the run itself."""
-    if provider == "cuda":
+def _wait_of(engine: Any) -> tuple[Any, str]:
+    """Where serving waits for the device: for the event; on the CPU the run itself; for the engine's process."""
+    if isinstance(engine, RemoteEngine):
+        return engine, "_receive"
+    if engine.provider_name == "cuda":
         from ortgraph.providers import driver
 
         return driver.Event, "synchronize"
@@ -191,7 +194,9 @@ class _HostTrace:
     name = "host"
 
     def __init__(self) -> None:
-        owner, name = _wait_of("cpu")
+        from ortgraph.providers.cpu import CpuRun as owner
+
+        name = "wait"
         wait, found = getattr(owner, name), []
 
         def timed(run: Any) -> Any:

@@ -271,3 +271,47 @@ def test_what_cannot_be_combined_is_refused() -> None:
 def test_a_config_is_frozen() -> None:
     with pytest.raises(AttributeError):
         parsed().padding = "off"  # type: ignore[misc]
+
+
+GPU_TWICE = [{"kind": "KIND_GPU", "count": 2, "gpus": [0, 1]}]
+GPU_ONCE = [{"kind": "KIND_GPU", "count": 1, "gpus": [0]}]
+CPU_TWICE = [{"kind": "KIND_CPU", "count": 2, "gpus": []}]
+TEXT = [{"name": "words", "data_type": "TYPE_STRING", "dims": ["1"]}]
+
+
+@pytest.mark.parametrize(
+    ("groups", "parameters", "inputs", "wanted"),
+    [
+        (GPU_TWICE, {}, [], True),
+        (GPU_ONCE, {}, [], False),
+        (GPU_ONCE * 2, {}, [], True),
+        (GPU_ONCE, {"engine_process": "on"}, [], True),
+        (GPU_TWICE, {"engine_process": "off"}, [], False),
+        (GPU_TWICE, {"execution_provider": "cpu"}, [], False),
+        (GPU_TWICE, {"execution_provider": "webgpu"}, [], False),
+        (GPU_TWICE, {"FORCE_CPU_ONLY_INPUT_TENSORS": "no"}, [], False),
+        (GPU_TWICE, {}, TEXT, False),
+        (CPU_TWICE, {}, [], False),
+        (CPU_TWICE, {"engine_process": "on"}, [], True),
+    ],
+)
+def test_instances_on_a_gpu_share_an_engine_process(
+    groups: list[dict[str, Any]], parameters: dict[str, str], inputs: list[dict[str, Any]], wanted: bool
+) -> None:
+    written = {key: {"string_value": value} for key, value in parameters.items()}
+    config = parse(
+        {"instance_group": groups, "parameters": written, "input": inputs},
+        model_path=PATH,
+        instance_kind=groups[0]["kind"].removeprefix("KIND_"),
+        device_id=0,
+    )
+    assert config.has_engine_process is wanted
+
+
+def test_an_engine_process_that_cannot_be_is_refused() -> None:
+    why = "GPU tensors (FORCE_CPU_ONLY_INPUT_TENSORS: no) stay in the process that gets them"
+    with refused(ConfigError, f"parameter 'engine_process' is on, but {why}; remove it"):
+        with_parameters(engine_process="on", FORCE_CPU_ONLY_INPUT_TENSORS="no")
+    why = "'words' is a string tensor, which has no place in shared memory"
+    with refused(ConfigError, f"parameter 'engine_process' is on, but {why}; remove it"):
+        parsed(parameters={"engine_process": {"string_value": "on"}}, input=TEXT)

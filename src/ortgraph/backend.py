@@ -25,6 +25,7 @@ from .metrics import GAUGES, Labels, MetricsThread, describe
 from .pipeline import Pipeline
 from .providers import open_provider
 from .providers.base import Array, HostArrays
+from .remote import RemoteEngine
 from .signature import Signature, TensorSpec
 
 # Axis names that exporters give to the batch: only then does a model without a config get a max_batch_size.
@@ -67,7 +68,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model; it is ready when this returns. A failure is one line that says what to change."""
-        self._engine: Engine | None = None
+        self._engine: Engine | RemoteEngine | None = None
         self._pipeline: Pipeline | None = None
         self._metrics: MetricsThread | None = None
         written = json.loads(args["model_config"])
@@ -81,16 +82,20 @@ class TritonPythonModel:
             )
             _check_stub(config)
             start = time.perf_counter()
-            self._engine = Engine.load(config)
+            self._engine = RemoteEngine.load(config) if config.has_engine_process else Engine.load(config)
             _check_carried(self._engine.signature)
         except LoadError as error:
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
-        pb_utils.Logger.log_info(f"ortgraph: {_loaded_line(args, self._engine, time.perf_counter() - start)}")
-        for note in (*config.notes, *self._engine.findings.notes):
+        load_s = time.perf_counter() - start
+        pb_utils.Logger.log_info(
+            f"ortgraph: {args['model_name']} version {args['model_version']} loaded and checked in {load_s:.1f} s "
+            f"{self._engine.summary}"
+        )
+        for note in (*config.notes, *self._engine.notes):
             pb_utils.Logger.log_warn(f"ortgraph: {args['model_name']}: {note}")
         signature, sink = self._engine.signature, _TritonMetrics(args["model_name"], args["model_version"])
         self._dtypes = {spec.name: spec.dtype for spec in signature.inputs + signature.outputs}
-        if config.response_mode == "sender" and self._engine.is_asynchronous:
+        if config.response_mode == "sender" and isinstance(self._engine, Engine) and self._engine.is_asynchronous:
             self._pipeline = Pipeline(self._engine, config.batches_in_flight)
         self._metrics = MetricsThread(self._engine.metrics, sink.add)
         gc.collect()
@@ -103,16 +108,14 @@ class TritonPythonModel:
         """
         assert self._engine
         if self._pipeline is not None:
-            self._pipeline.stage()
-        batch = self._engine.begin([self._read(request) for request in requests])
-        if self._pipeline is not None:
+            batch = self._pipeline.begin(lambda: [self._read(request) for request in requests])
             senders = [request.get_response_sender() for request in requests]
             self._pipeline.submit(batch, lambda index, answer: self._send(senders[index], answer))
             if batch.has_device_arrays:
                 batch.wait()  # Triton takes the requests' memory back when this returns
             return None
         responses: list[Any] = [None] * len(requests)
-        for index, answer in self._engine.finish(batch):
+        for index, answer in self._engine.answer([self._read(request) for request in requests]):
             responses[index] = self._respond(answer)
         self._end_if_lost()
         return responses
@@ -125,9 +128,9 @@ class TritonPythonModel:
         self._end_if_lost()
 
     def _end_if_lost(self) -> None:
-        """A lost CUDA context cannot be mended in this process: end it, so that nothing answers from a ruin."""
+        """A lost engine cannot be mended in this process: end it, so that nothing answers from a ruin."""
         if self._engine is not None and not self._engine.is_healthy:
-            pb_utils.Logger.log_error("ortgraph: the CUDA context is lost; this process ends, restart the server")
+            pb_utils.Logger.log_error(f"ortgraph: {self._engine.loss}; this process ends, restart the server")
             os._exit(70)
 
     def is_ready(self) -> bool:
@@ -247,22 +250,6 @@ def _check_carried(signature: Signature) -> None:
             raise LoadError(
                 f"'{spec.name}' is {spec.dtype.short}, which Triton cannot carry; cast it to another type in the model"
             )
-
-
-def _loaded_line(args: dict[str, str], engine: Engine, load_s: float) -> str:
-    table, dims = engine.table, engine.signature.dims
-    buckets = "; ".join(
-        f"{dim.name}={','.join(map(str, ladder))}"
-        for place, (dim, ladder) in enumerate(zip(dims, table.ladders, strict=True))
-        if ladder and place not in engine.fixed
-    )
-    padded = [dim.name for dim, is_padded in zip(dims, table.padded, strict=True) if is_padded]
-    return (
-        f"{args['model_name']} version {args['model_version']} on {engine.provider_name}, loaded and checked in "
-        f"{load_s:.1f} s; buckets: {buckets or 'none'}; padded: {', '.join(padded) or 'nothing'}; "
-        f"intra-op threads: {engine.config.intra_op_thread_count or 'one a core'}"
-        + (f"; {engine.remark}" if engine.remark else "")
-    )
 
 
 class _TritonMetrics:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,6 +61,9 @@ class ModelConfig:
     busy_wait_events: bool = False
     response_mode: str = "batch"
     batches_in_flight: int = 2
+    engine_process: str = "auto"
+    instances: int = 1
+    takes_gpu_inputs: bool = False
     intra_op_thread_count: int | None = None
     inter_op_thread_count: int | None = None
     execution_mode: int = 0
@@ -71,6 +74,28 @@ class ModelConfig:
     session_config: Mapping[str, str] = field(default_factory=dict)
     provider_options: Mapping[str, str] = field(default_factory=dict)
     webgpu_options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_engine_process(self) -> bool:
+        """Whether the instances on a device share one engine in a process of its own."""
+        if self.engine_process != "auto":
+            return self.engine_process == "on"
+        is_cuda = self.execution_provider == "cuda" or (
+            self.execution_provider == "auto" and self.instance_kind == "GPU"
+        )
+        return is_cuda and self.instances > 1 and not self._why_no_engine_process()
+
+    def check_engine_process(self) -> None:
+        """Raises ConfigError where `engine_process` is on and cannot be."""
+        if self.engine_process == "on" and (reason := self._why_no_engine_process()):
+            raise ConfigError(f"parameter 'engine_process' is on, but {reason}; remove it")
+
+    def _why_no_engine_process(self) -> str:
+        if self.takes_gpu_inputs:
+            return "GPU tensors (FORCE_CPU_ONLY_INPUT_TENSORS: no) stay in the process that gets them"
+        if names := [tensor.name for tensor in self.inputs + self.outputs if tensor.dtype.is_string]:
+            return f"'{names[0]}' is a string tensor, which has no place in shared memory"
+        return ""
 
 
 def _choice(*allowed: str) -> Callable[[str], str]:
@@ -164,6 +189,7 @@ _PARAMETERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "debug": ("is_debug", _flag),
     "response_mode": ("response_mode", _choice("batch", "sender")),
     "batches_in_flight": ("batches_in_flight", _integer(1, 8)),
+    "engine_process": ("engine_process", _choice("auto", "on", "off")),
     "intra_op_thread_count": ("intra_op_thread_count", _integer(0, 1024)),
     "inter_op_thread_count": ("inter_op_thread_count", _integer(0, 1024)),
     "execution_mode": ("execution_mode", _integer(0, 1)),
@@ -194,7 +220,7 @@ _SESSION_PREFIXES = ("session.", "ep.", "optimization.", "mlas.")
 def _parse_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {"session_config": {}, "provider_options": {}, "webgpu_options": {}}
     for key, entry in parameters.items():
-        value = str(entry.get("string_value", "") if isinstance(entry, Mapping) else entry).strip()
+        value = _text(entry)
         if key.startswith(_SESSION_PREFIXES):
             fields["session_config"][key] = value
         elif key in _PROVIDER_OPTIONS:
@@ -210,6 +236,11 @@ def _parse_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
         elif key not in _TRITON_PARAMETERS:
             raise ConfigError(f"unknown parameter '{key}'{nearest(key, (*_PARAMETERS, *_PROVIDER_OPTIONS))}")
     return fields
+
+
+def _text(entry: Any) -> str:
+    """A parameter's value."""
+    return str(entry.get("string_value", "") if isinstance(entry, Mapping) else entry).strip()
 
 
 def _named(key: str, value: str) -> str:
@@ -276,6 +307,12 @@ def _notes(batching: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _instances(groups: Iterable[Mapping[str, Any]], device_id: int) -> int:
+    """How many instances of `instance_group` are on this GPU; elsewhere 1, however many there are."""
+    found = sum(int(group.get("count", 1)) for group in groups if device_id in map(int, group.get("gpus") or ()))
+    return max(found, 1)
+
+
 def parse(
     model_config: Mapping[str, Any] | str, *, model_path: Path, version: str = "1", **instance: Any
 ) -> ModelConfig:
@@ -310,7 +347,7 @@ def parse(
     required = {entry["name"] for entry in raw.get("input", ()) if not entry.get("optional")}
     for name in sorted(required & fields.get("default_values", {}).keys()):
         notes.append(f"default_values of '{name}' are not used: Triton wants that input; mark it optional: true")
-    return ModelConfig(
+    config = ModelConfig(
         name=str(raw.get("name", model_path.parent.parent.name)),
         version=version,
         model_path=model_path,
@@ -321,6 +358,10 @@ def parse(
         graph_level=level,
         notes=tuple(notes),
         busy_wait_events=bool(cuda.get("busy_wait_events")),
+        instances=_instances(raw.get("instance_group", ()), instance.get("device_id", 0)),
+        takes_gpu_inputs=_text(raw.get("parameters", {}).get("FORCE_CPU_ONLY_INPUT_TENSORS", "yes")).lower() == "no",
         **instance,
         **fields,
     )
+    config.check_engine_process()
+    return config

@@ -161,9 +161,33 @@ class Engine:
         return self._provider.has_fixed_shapes or self._on_demand is not None
 
     @property
-    def remark(self) -> str:
-        """What else the line of a loaded model should say: a clause, or nothing."""
-        return self._provider.remark
+    def loss(self) -> str:
+        """What an unhealthy engine has lost."""
+        return "the CUDA context is lost"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for each thing that is not done, and why."""
+        return tuple(self.findings.notes)
+
+    @property
+    def summary(self) -> str:
+        """Provider, buckets and what else the line of a loaded model should say."""
+        table, dims = self.table, self.signature.dims
+        buckets = "; ".join(
+            f"{dim.name}={','.join(map(str, ladder))}"
+            for place, (dim, ladder) in enumerate(zip(dims, table.ladders, strict=True))
+            if ladder and place not in self.fixed
+        )
+        padded = [dim.name for dim, is_padded in zip(dims, table.padded, strict=True) if is_padded]
+        parts = (
+            f"on {self.provider_name}",
+            f"buckets: {buckets or 'none'}",
+            f"padded: {', '.join(padded) or 'nothing'}",
+            f"intra-op threads: {self.config.intra_op_thread_count or 'one a core'}",
+            self._provider.remark,
+        )
+        return "; ".join(filter(None, parts))
 
     @property
     def provider_name(self) -> str:
@@ -205,9 +229,13 @@ class Engine:
         counts = [(("ortgraph_requests_total", (("outcome", o),)), n) for o, n in outcomes.items() if n]
         self.metrics.record(counts, ())
 
+    def answer(self, requests: Sequence[Request | RequestError]) -> Iterator[tuple[int, Answer]]:
+        """`begin` and `finish`."""
+        return self.finish(self.begin(requests))
+
     def run_batch(self, requests: Sequence[Request | RequestError]) -> list[Answer]:
-        """`begin` and `finish` in one: the answers in the order of the requests."""
-        answers = dict(self.finish(self.begin(requests)))
+        """`answer`, in the order of the requests."""
+        answers = dict(self.answer(requests))
         return [answers[index] for index in range(len(requests))]
 
     def run(self, inputs: Mapping[str, Any], outputs: Sequence[str] = ()) -> dict[str, Any]:

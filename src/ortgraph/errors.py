@@ -10,6 +10,7 @@
         ├── UnsupportedRequest  UNSUPPORTED
         ├── CancelledRequest CANCELLED
         └── RunError         INTERNAL (ONNX Runtime failed in a run)
+            └── LostEngineError  UNAVAILABLE (the engine's process ended; the request may be sent again)
 
 A message is one line: what it is about, the rule, the value got, what to change. Clients never see a traceback.
 """
@@ -67,6 +68,12 @@ class CancelledRequest(RequestError):
 
 class RunError(RequestError):
     """ONNX Runtime failed while it ran this request."""
+
+
+class LostEngineError(RunError):
+    """The engine's process ended while it had this request; nothing is wrong with the request."""
+
+    status = "UNAVAILABLE"
 
 
 # Where in ONNX Runtime's sources a check failed: file, line and C++ signature.

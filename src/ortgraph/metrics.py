@@ -12,6 +12,7 @@ import bisect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from .buckets import Cost, Ladder
 
@@ -150,10 +151,17 @@ def describe(series: str) -> str:
     return DESCRIPTIONS[name]
 
 
+class Source(Protocol):
+    """Where counts are kept."""
+
+    def pass_on(self, sink: Sink) -> None:
+        """Give `sink` what each series has changed by since the last call."""
+
+
 class MetricsThread:
     """Passes a model's counts on every `interval_s` seconds until it is closed, and once more then."""
 
-    def __init__(self, metrics: Metrics, sink: Sink, interval_s: float = 1.0) -> None:
+    def __init__(self, metrics: Source, sink: Sink, interval_s: float = 1.0) -> None:
         self._metrics = metrics
         self._sink = sink
         self._interval_s = interval_s

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
+from .batch import Request
 from .engine import Answer, Batch, Engine
+from .errors import RequestError
 
 Send = Callable[[int, Answer], None]
 _SENDERS = 1  # more threads wait for the interpreter longer than they save
@@ -62,10 +64,11 @@ class Pipeline:
             self._is_staging = False
             self._changed.notify()
 
-    def stage(self) -> None:
-        """Triton's thread begins with a batch: until `submit` the helper leaves it the interpreter."""
+    def begin(self, requests: Callable[[], Sequence[Request | RequestError]]) -> Batch:
+        """Read a batch's requests and launch them; until `submit` the helper leaves this thread the interpreter."""
         with self._changed:
             self._is_staging = True
+        return self._engine.begin(requests())
 
     def _oldest_to_complete(self) -> _Entry | None:
         """The oldest batch when there is no room for another one, or when its answers are there to be sent."""
