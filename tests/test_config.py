@@ -129,6 +129,7 @@ def test_parameters_of_every_kind() -> None:
         cpu_streams=2,
         enable_mem_arena=False,
         enable_mem_pattern=False,
+        takes_gpu_inputs=True,
         provider_options={"gpu_mem_limit": "1000000"},
         session_config={"session.intra_op.allow_spinning": "0", "ep.cuda.fpa_intb_gemm": "1"},
     )

@@ -8,7 +8,8 @@ inputs, one for outputs and an event. A bucket's inputs lie behind each other, s
 
 Graphs. Each bucket has its own `gpu_graph_id`, never used again (ONNX Runtime cannot release a captured graph on CUDA,
 and would replay the old one). So the captures of a session are counted, and beyond `max_captures` buckets run eager.
-Capture and replay are on the thread that made the provider.
+Capture and replay are on the thread that made the provider. Before the first one a trial is made in a process of its
+own (trial.py), unless `graph_capture` is required: such a model is not to be served anyway where it cannot be captured.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ from ..pool import BufferPool
 from ..session import open_session, session_options, specs
 from ..signature import Shape, Sizes
 from ..tactics import with_profiled_m
+from ..trial import Job, danger
 from . import driver
 from .base import Array, DeviceArray, HostArrays, Run, Slot
 from .host import DoneRun, run_on_host
 
 ALIGN_BYTES = 256
 FIRST_SLOTS = 4
+_TRIAL_LIMIT_S = 120.0
 
 
 @dataclass
@@ -98,7 +101,10 @@ class CudaProvider:
         self.is_busy_wait = config.busy_wait_events
         self.stream = driver.Stream()
         self.why_eager = "graph_capture_off" if config.graph_capture == "off" else ""
+        start = time.perf_counter()
         self._session = self._open(config)
+        self._open_s = time.perf_counter() - start
+        self._untried: ModelConfig | None = None if config.graph_capture == "required" else config
         self.inputs, self.outputs, self.not_tensors = specs(self._session)
         self.output_names = tuple(node.name for node in self._session.get_outputs())
         self._dtypes = {spec.name: spec.dtype for spec in self.inputs + self.outputs}
@@ -146,9 +152,12 @@ class CudaProvider:
         if self.why_eager or not buckets:
             return dict.fromkeys(buckets, self.capture_note or self.why_eager)
         failed: dict[Sizes, str] = {}
+        if self._untried is not None and (reason := self._danger(self._untried, buckets)):
+            self.why_eager, self.capture_note = "trial_failed", reason
+            return dict.fromkeys(buckets, reason)
         # Capture mode is global: nothing may be in flight.
         self.stream.synchronize()
-        order = sorted(buckets, key=lambda bucket: -float(np.prod(np.asarray(bucket, np.float64))))
+        order = sorted(buckets, key=_volume, reverse=True)
         plans: dict[Sizes, _Graph] = {}
         for bucket in order:
             try:
@@ -176,6 +185,13 @@ class CudaProvider:
         for _ in range(FIRST_SLOTS - ready if self._graphs else 0):
             self._free.append(self._new_slot())
         return failed
+
+    def _danger(self, config: ModelConfig, buckets: Mapping[Sizes, Mapping[str, Shape]]) -> str:
+        """Why nothing should be captured in this process, by a trial of the smallest bucket; asked once."""
+        self._untried = None
+        smallest = min(buckets, key=_volume)
+        job = Job(config, smallest, dict(buckets[smallest]))
+        return danger(job, driver.device_name(self._device_id), max(_TRIAL_LIMIT_S, 10 * self._open_s))
 
     def _open_blocks(self, plans: Collection[_Graph]) -> None:
         """Blocks that hold the largest of these buckets become those of the buckets to come; they never shrink."""
@@ -536,6 +552,10 @@ def _check_captured(graph: _Graph) -> None:
     assert graph.blocks
     if not graph.blocks.inputs.address or not graph.blocks.outputs.address:
         raise RunError(f"debug: the device memory of graph {graph.graph_id} was freed")
+
+
+def _volume(bucket: Sizes) -> float:
+    return float(np.prod(np.asarray(bucket, np.float64)))
 
 
 def _end(places: Mapping[str, _Place]) -> int:

@@ -65,6 +65,22 @@ def use_device(device_id: int) -> None:
         raise ModelError(f"no usable NVIDIA GPU: {error}") from error
 
 
+def synchronize() -> None:
+    """Wait for everything on the current device; a lost context, or a stream left in capture, shows here."""
+    check("cudaDeviceSynchronize", rt.cudaDeviceSynchronize())
+
+
+def device_name(device_id: int) -> str:
+    """The GPU's name, as nvidia-smi shows it."""
+    found = check("cudaGetDeviceProperties", rt.cudaGetDeviceProperties(device_id)).name
+    return bytes(found).split(b"\0")[0].decode(errors="replace")
+
+
+def free_bytes() -> int:
+    """Memory of the current device that nobody uses."""
+    return int(check("cudaMemGetInfo", rt.cudaMemGetInfo())[0])
+
+
 class Stream:
     """A stream that does not wait for the legacy default stream."""
 
