@@ -14,7 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import machine
+from ortgraph import Engine, ModelConfig, child, engine_process
 from ortgraph.backend import TritonPythonModel
+from ortgraph.engine_process import Host
 from ortgraph.remote import RemoteEngine
 
 Interval = tuple[int, int]
@@ -78,27 +81,64 @@ class TracedModel(TritonPythonModel):
     """
 
     def initialize(self, args: dict[str, str]) -> None:
-        """CUPTI must be there before the graphs are."""
-        self._file = _leave(args)
-        self._graphs: _GraphTrace | None = None
-        self._note = ""
-        if args["model_instance_kind"] == "GPU":
-            try:
-                self._graphs = _GraphTrace()
-            except Exception as error:  # of CUPTI's own types, which are not there without it; the events are
-                self._note = f"no CUPTI: {error}"
+        """Watch the engine in this process, or have its own process watch it."""
+        start, root = child.python_command("benchmarks.watch"), str(Path(__file__).resolve().parents[1])
+        code = f"import sys; sys.path.insert(0, {root!r}); from benchmarks.watch import main; main()"
+        child.python_command = lambda module: [start[0], "-c", code]
+        self._trace = _Trace(_leave(args))
         super().initialize(args)
-        assert self._engine
-        engine: Any = self._engine
-        self._runs = _EventTrace(engine._provider) if engine.provider_name == "cuda" else _HostTrace()
+        self._trace.attach(self._engine)
 
     def finalize(self) -> None:
         """Leave the file."""
-        found = {self._runs.name: self._runs.intervals()}
-        if self._graphs is not None:
-            found[self._graphs.name] = self._graphs.intervals()
-        self._file.write_text(json.dumps({"intervals": found, "note": self._note}))
+        self._trace.leave()
         super().finalize()
+
+
+def main() -> None:
+    """An engine process that leaves the file when its last instance has gone."""
+    load, run = Engine.load, Host.run
+    traces = []
+
+    def watched_load(config: ModelConfig) -> Engine:
+        traces.append(_Trace(config.model_path.parent / f"watch-{os.getpid()}.json"))
+        engine = load(config)
+        traces[0].attach(engine)
+        return engine
+
+    def watched_run(host: Host) -> None:
+        run(host)
+        traces[0].leave()
+
+    Engine.load, Host.run = watched_load, watched_run  # type: ignore[method-assign,assignment]
+    engine_process.main()
+
+
+class _Trace:
+    """Of one engine. CUPTI must be there before the graphs are, the rest when they are."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._note = ""
+        self._sources: list[_GraphTrace | _EventTrace | _HostTrace] = []
+        if machine.gpus():
+            try:
+                self._sources.append(_GraphTrace())
+            except Exception as error:  # of CUPTI's own types, which are not there without it; the events are
+                self._note = f"no CUPTI: {error}"
+
+    def attach(self, engine: Any) -> None:
+        """Watch the engine, where it is in this process."""
+        if isinstance(engine, RemoteEngine):
+            self._sources = []
+        else:
+            is_cuda = engine.provider_name == "cuda"
+            self._sources.append(_EventTrace(engine._provider) if is_cuda else _HostTrace())
+
+    def leave(self) -> None:
+        """Write the file."""
+        if found := {source.name: source.intervals() for source in self._sources}:
+            self._file.write_text(json.dumps({"intervals": found, "note": self._note}))
 
 
 def _wait_of(engine: Any) -> tuple[Any, str]:

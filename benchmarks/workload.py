@@ -69,6 +69,8 @@ def write(
             hidden=spec.hidden,
             sequence=sequence,
         )
+        if is_tiny and count > 1:
+            config += 'parameters { key: "engine_process" value: { string_value: "on" } }\n'  # as on a GPU
         (version.parent / "config.pbtxt").write_text(config)
         (version / "model.py").write_text("from ortgraph.backend import TritonPythonModel  # noqa: F401\n")
         (version / "model.onnx").unlink(missing_ok=True)

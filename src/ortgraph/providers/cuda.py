@@ -87,7 +87,6 @@ class CudaProvider:
     is_healthy = True
     checks_indices = False
     capture_note = ""
-    remark = ""
 
     def __init__(self, config: ModelConfig, metrics: Metrics | None = None) -> None:
         """Raises ModelError where there is no GPU, ConfigError or ModelError where ONNX Runtime refuses the model."""
@@ -101,9 +100,10 @@ class CudaProvider:
         self.is_busy_wait = config.busy_wait_events
         self.stream = driver.Stream()
         self.why_eager = "graph_capture_off" if config.graph_capture == "off" else ""
-        start = time.perf_counter()
+        start, free_bytes = time.perf_counter(), driver.free_bytes()
         self._session = self._open(config)
         self._open_s = time.perf_counter() - start
+        self._session_bytes, self._graph_bytes = free_bytes - driver.free_bytes(), 0
         self._untried: ModelConfig | None = None if config.graph_capture == "required" else config
         self.inputs, self.outputs, self.not_tensors = specs(self._session)
         self.output_names = tuple(node.name for node in self._session.get_outputs())
@@ -157,6 +157,7 @@ class CudaProvider:
             return dict.fromkeys(buckets, reason)
         # Capture mode is global: nothing may be in flight.
         self.stream.synchronize()
+        free_bytes = driver.free_bytes()
         order = sorted(buckets, key=_volume, reverse=True)
         plans: dict[Sizes, _Graph] = {}
         for bucket in order:
@@ -184,7 +185,18 @@ class CudaProvider:
         ready = sum(all(slot.fits(graph) for graph in self._graphs.values()) for slot in self._slots)
         for _ in range(FIRST_SLOTS - ready if self._graphs else 0):
             self._free.append(self._new_slot())
+        with contextlib.suppress(driver.CudaError):  # a lost context shows in the next run
+            self._graph_bytes += free_bytes - driver.free_bytes()
         return failed
+
+    @property
+    def remark(self) -> str:
+        """GPU memory by what the device had left before and after: other processes blur it."""
+        session, graphs = (max(size, 0) / 2**20 for size in (self._session_bytes, self._graph_bytes))
+        return (
+            f"GPU memory: {session:.0f} MiB weights and libraries, {graphs:.0f} MiB arena, graphs and buffers of "
+            f"{len(self._graphs)} buckets"
+        )
 
     def _danger(self, config: ModelConfig, buckets: Mapping[Sizes, Mapping[str, Shape]]) -> str:
         """Why nothing should be captured in this process, by a trial of the smallest bucket; asked once."""
@@ -518,8 +530,11 @@ class CudaRun:
         self._places = places
 
     def is_done(self) -> bool:
-        """Whether the event has passed."""
-        return self._slot.event.is_done()
+        """Whether the event has passed, or never will: the failure shows in `wait`."""
+        try:
+            return self._slot.event.is_done()
+        except driver.CudaError:
+            return True
 
     def block(self) -> None:
         """Wait for the event; a failure shows in `wait`."""
