@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +12,11 @@ import onnxruntime as ort
 import pytest
 from onnx import helper
 
-from ortgraph import ConfigError, ModelError
+from ortgraph import ConfigError, ModelConfig, ModelError
 from ortgraph.errors import first_line, nearest
-from ortgraph.session import session_options
+from ortgraph.session import gpu_reason, open_session, session_options
 from tests import toys
-from tests.toys import F32, model, refused
+from tests.toys import F32, I64, model, refused
 
 
 def load_error(path: Path, **fields: object) -> str:
@@ -173,6 +175,31 @@ def test_the_place_in_onnxruntimes_sources_is_left_out() -> None:
         "/onnxruntime_src/a/b.cc:7 T a::B<T>::C(int) [with T = x] a == b was false. No"
     )
     assert first_line(Exception(text)) == "while running Expand node. Status Message: a == b was false. No"
+
+
+def test_a_full_arena_says_what_to_change(tmp_path: Path) -> None:
+    """In ONNX Runtime's own words: those of an arena with a limit, and of the device (here the host) itself."""
+    made = model([helper.make_node("Expand", ["x", "shape"], ["y"])], [("x", F32, [1]), ("shape", I64, [1])],
+                      [("y", F32, None)])  # fmt: skip
+    config = toys.config(toys.save(made, tmp_path), provider_options={"gpu_mem_limit": "1048576"})
+    memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+    ort.create_and_register_allocator(memory, ort.OrtArenaCfg(1 << 20, 1, 4096, -1))
+    options = session_options(replace(config, session_config={"session.use_env_allocators": "1"}))
+
+    def reason(session: ort.InferenceSession, config: ModelConfig) -> str:
+        with pytest.raises(Exception, match="memory") as caught:
+            session.run(None, {"x": np.ones(1, np.float32), "shape": np.array([1 << 44])})
+        return gpu_reason(caught.value, config)
+
+    limited = open_session(config, options, ["CPUExecutionProvider"])
+    assert re.fullmatch(
+        r".* Available memory of \d+ is smaller than requested bytes of 70368744177664; "
+        "raise the parameter gpu_mem_limit, now 1048576 bytes",
+        reason(limited, config),
+    )
+    assert reason(limited, replace(config, provider_options={})).endswith("70368744177664")
+    free = open_session(config, session_options(config), ["CPUExecutionProvider"])
+    assert reason(free, config).endswith("buffer of size 70368744177664; the GPU's memory is full")
 
 
 def test_nearest() -> None:

@@ -81,11 +81,6 @@ _CODE_PLACE = re.compile(
     r"/onnxruntime_src/\S+:\d+ [^()]*\((?:[^()]|\([^()]*\))*\)"
     r"(?: const)?(?: \[with [^\]]*\])?(?:::<lambda\([^)]*\)>)? ?"
 )
-# ONNX Runtime's arena (bfc_arena.cc): the limit it was given, and what the device itself refuses.
-_MEMORY_HINTS = (
-    ("Available memory of", "; raise the parameter gpu_mem_limit"),
-    ("Failed to allocate memory for requested buffer", "; the device's memory is full"),
-)
 _LOAD_PREFIX = re.compile(r"^Load model from .* failed:\s*")
 
 
@@ -98,8 +93,7 @@ def first_line(error: BaseException) -> str:
     if text.endswith("Status Message:") and len(lines) > 1:
         text += " " + lines[1]
     text = _LOAD_PREFIX.sub("", _CODE_PLACE.sub("", text))
-    hint = next((hint for sign, hint in _MEMORY_HINTS if sign in text), "")
-    return (text if len(text) <= 400 else text[:397] + "...") + hint
+    return text if len(text) <= 400 else text[:397] + "..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

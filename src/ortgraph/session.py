@@ -77,6 +77,16 @@ def open_session(config: ModelConfig, options: ort.SessionOptions, providers: Se
         raise ModelError(f"ONNX Runtime cannot load {path.name}: {reason}{'; ' + hint if hint else ''}") from error
 
 
+def gpu_reason(error: Exception, config: ModelConfig) -> str:
+    """ONNX Runtime's message about a model on a GPU in one line, with what to change where its arena had no memory."""
+    text, limit = first_line(error), config.provider_options.get("gpu_mem_limit")
+    if limit and "Available memory of" in text:
+        return f"{text}; raise the parameter gpu_mem_limit, now {limit} bytes"
+    if "Failed to allocate memory for requested buffer" in text:
+        return f"{text}; the GPU's memory is full"
+    return text
+
+
 def specs(session: ort.InferenceSession) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], tuple[str, ...]]:
     """A session's inputs (initializers that may be overridden are optional ones), outputs, and what is no tensor.
 

@@ -115,10 +115,10 @@ def _key(config: ModelConfig, gpu: str) -> str:
 def _passed_file(config: ModelConfig, gpu: str) -> Iterator[IO[str] | None]:
     """The locked file that a passed trial is written to, empty before; None where it cannot be had."""
     cache = os.environ.get("XDG_CACHE_HOME")
-    folder = Path(cache) / "ortgraph" if cache else Path(tempfile.gettempdir()) / f"ortgraph-{os.getuid()}"
     try:
+        folder = Path(cache) / "ortgraph" if cache else Path(tempfile.gettempdir()) / f"ortgraph-{os.getuid()}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():  # made by somebody else in the temp folder
+        if folder.lstat().st_uid != os.getuid():  # made by somebody else in the temp folder
             raise PermissionError
         file = (folder / f"trial-{_key(config, gpu)}").open("a+", encoding="utf-8")
     except OSError:
@@ -164,7 +164,8 @@ def _try(job: Job) -> tuple[str, str]:
         driver.synchronize()
         provider.stream.synchronize()
     except OrtgraphError as error:
-        return "lost", str(error)
+        is_lost = driver.is_sticky(error) or not provider.is_healthy
+        return "lost" if is_lost else "refused", str(error)
     if reason and driver.is_sticky(RuntimeError(reason)):
         return "lost", reason
     return ("refused", reason) if reason else ("passed", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from onnx import TensorProto, helper
 from models.encoder import TINY, build
 from ortgraph import Engine, ModelError, parse
 from ortgraph.batch import Request
+from ortgraph.errors import InvalidRequest
 
 SPEC = replace(TINY, dtype="fp32")
 TOLERANCE = 5e-3  # TF32
@@ -121,3 +123,42 @@ def test_control_flow_runs_eager_with_the_reason_or_is_refused(tmp_path: Path):
     written["parameters"]["graph_capture"] = "required"
     with pytest.raises(ModelError, match=r"(?i)control flow"):
         Engine.load(parse(written, model_path=path))
+
+
+def test_gpu_mem_limit_is_named_where_it_is_hit(tmp_path: Path) -> None:
+    """In the capture of one bucket, and in a request, which alone gets the error."""
+    path = tmp_path / "model.onnx"
+    graph = helper.make_graph(
+        [
+            helper.make_node("Mul", ["x", "x"], ["squares"]),
+            helper.make_node("ReduceSum", ["squares"], ["y"], keepdims=0),
+        ],
+        "squares",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [])],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    large = 1 << 24  # 64 MiB
+    limit = str(16 << 20)
+    parameters = {
+        "execution_provider": "cuda", "buckets": f"n=4,{large}", "padding": "off", "gpu_mem_limit": limit,
+    }  # fmt: skip
+    engine = Engine.load(parse({"parameters": parameters}, model_path=path))
+    (note,) = engine.notes
+    assert note.startswith("1 of 2 buckets run eager: ")
+    assert note.endswith(f"; raise the parameter gpu_mem_limit, now {limit} bytes")
+    requests = [Request({"x": np.full(size, 2, np.float32)}) for size in (4, large, 3)]
+    first, refused, last = engine.run_batch(requests)
+    assert (first["y"], last["y"]) == (16, 12)
+    assert isinstance(refused, InvalidRequest)
+    assert str(refused).startswith("the model cannot run this request: ")
+    assert str(refused).endswith(f"; raise the parameter gpu_mem_limit, now {limit} bytes")
+    assert engine.is_healthy
+    engine.close()
+
+
+def test_the_loaded_line_says_what_gpu_memory_was_taken(engines) -> None:
+    cuda, _ = engines
+    assert re.search(
+        r"; GPU memory: \d+ MiB weights and libraries, \d+ MiB arena, graphs and buffers of 12 buckets$", cuda.summary
+    )

@@ -27,10 +27,10 @@ import onnxruntime as ort
 
 from ..config import ModelConfig
 from ..dtypes import DType
-from ..errors import CaptureError, ModelError, RunError, first_line
+from ..errors import CaptureError, ModelError, RunError
 from ..metrics import Metrics
 from ..pool import BufferPool
-from ..session import open_session, session_options, specs
+from ..session import gpu_reason, open_session, session_options, specs
 from ..signature import Shape, Sizes
 from ..tactics import with_profiled_m
 from ..trial import Job, danger
@@ -94,6 +94,7 @@ class CudaProvider:
         self._device_id = config.device_id
         self._metrics = metrics or Metrics()
         self._max_captures = config.max_captures
+        self._reason = partial(gpu_reason, config=config)
         self._is_debug = config.is_debug
         # TF32 is ONNX Runtime's default, and eager and captured runs may pick different kernels.
         self.rounding = 1e-4 if config.provider_options.get("use_tf32") == "0" else 2e-2
@@ -132,16 +133,20 @@ class CudaProvider:
         }
         if not self.why_eager:
             try:
-                providers = [("CUDAExecutionProvider", {**options, "enable_cuda_graph": "1"}), "CPUExecutionProvider"]
-                return open_session(config, session_options(config), providers)
+                return self._open_with(config, {**options, "enable_cuda_graph": "1"})
             except ModelError as error:
                 if config.graph_capture == "required":
                     raise
                 self.why_eager = "not_capturable"
                 self.capture_note = str(error)
-        return open_session(
-            config, session_options(config), [("CUDAExecutionProvider", options), "CPUExecutionProvider"]
-        )
+        return self._open_with(config, options)
+
+    def _open_with(self, config: ModelConfig, options: Mapping[str, str]) -> ort.InferenceSession:
+        try:
+            providers = [("CUDAExecutionProvider", options), "CPUExecutionProvider"]
+            return open_session(config, session_options(config), providers)
+        except ModelError as error:
+            raise ModelError(self._reason(error)) from error
 
     def capture(self, buckets: Mapping[Sizes, Mapping[str, Shape]]) -> dict[Sizes, str]:
         """Capture every bucket, largest first; the reason for each that could not be.
@@ -238,7 +243,7 @@ class CudaProvider:
             with self._session_lock:
                 found = self._session.run_with_ort_values(list(self.output_names), feeds, self._eager)
         except Exception as error:
-            raise CaptureError(first_line(error)) from error
+            raise CaptureError(self._reason(error)) from error
         outputs, _ = self._lay_out({n: tuple(v.shape()) for n, v in zip(self.output_names, found, strict=True)})
         return _Graph(inputs, outputs, end)
 
@@ -271,8 +276,8 @@ class CudaProvider:
             driver.clear(blocks.inputs, self.stream)
             self._session.run_with_iobinding(plan.binding, plan.options)
             self.stream.synchronize()
-        except (driver.CudaError, RuntimeError, ort.capi.onnxruntime_pybind11_state.Fail) as error:
-            raise CaptureError(first_line(error)) from error
+        except Exception as error:  # ONNX Runtime's own errors have no base of their own
+            raise CaptureError(self._reason(error)) from error
         plan.blocks = blocks
         blocks.users += 1
 
@@ -379,20 +384,23 @@ class CudaProvider:
 
     def run_eager(self, values: Mapping[str, Array], outputs: Sequence[str]) -> HostArrays:
         """A run without a graph, of any shape."""
-        with self._session_lock:
-            return run_on_host(self._session, self._dtypes, values, outputs, self._eager)
+        try:
+            with self._session_lock:
+                return run_on_host(self._session, self._dtypes, values, outputs, self._eager)
+        except RunError as error:
+            raise self.failure(error) from error
 
     def failure(self, error: Exception) -> RunError:
         """The error of a run; after one that lost the CUDA context the provider is not healthy any more."""
         self.is_healthy = self.is_healthy and not driver.is_sticky(error)
-        return RunError(first_line(error))
+        return RunError(self._reason(error))
 
     def run_values(self, inputs: Mapping[str, Any], outputs: Sequence[str]) -> list[Any]:
         """ONNX Runtime's own `session.run`."""
         try:
             return list(self._session.run(list(outputs), dict(inputs), self._eager))
         except Exception as error:
-            raise RunError(first_line(error)) from error
+            raise self.failure(error) from error
 
     def close(self) -> None:
         """Wait for the device, then free in reverse order of making."""
