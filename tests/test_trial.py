@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -93,3 +95,26 @@ def test_the_real_child_reports_an_ordinary_error_where_there_is_no_such_gpu(job
     report = json.loads(done.stdout)
     assert report["result"] == "refused"
     assert "GPU" in report["reason"] or "device 99" in report["reason"]
+
+
+def test_without_a_home_a_passed_trial_is_remembered_in_the_temp_folder(
+    job: trial.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As root in a container, say; not in a link that somebody else has put there."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    log, folder = tmp_path / "log", tmp_path / "tmp" / f"ortgraph-{os.getuid()}"
+    for _ in range(2):
+        assert trial.danger(job, GPU, 60.0, reporting("passed", log)) == ""
+    assert log.read_text() == "x\n"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert len(list(folder.iterdir())) == 1
+    if os.getuid() == 0:  # only root can make a link that is somebody else's
+        (tmp_path / "elsewhere").mkdir()
+        folder.rename(tmp_path / "before")
+        folder.symlink_to(tmp_path / "elsewhere")
+        os.lchown(folder, 12345, -1)
+        assert trial.danger(job, GPU, 60.0, reporting("passed", log)) == ""
+        assert list((tmp_path / "elsewhere").iterdir()) == []
