@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from ortgraph import Engine
 from ortgraph.cli import app, pbtxt
+from ortgraph.graph_spec import GraphSpec
 from tests import toys
 from tests.toys import F32, model
 
@@ -142,6 +143,25 @@ def test_a_setting_that_only_now_counts_is_said(tmp_path: Path) -> None:
     assert said["changed"] == [
         "parameter session.set_denormal_as_zero: the onnxruntime backend did not read it, and it counts now"
     ]
+
+
+def test_graph_specs_and_waiting_by_spinning_count_from_now_on(tmp_path: Path) -> None:
+    spec = 'graph_spec [ { batch_size: 2 input { key: "x" value { dim: [ 8 ] } } } ]'
+    cuda = f"optimization {{ cuda {{ busy_wait_events: true {spec} }} }}"
+    source = write(tmp_path / "theirs", f'backend: "onnxruntime" max_batch_size: 4 {IO} {cuda}')
+    said = convert(source, tmp_path / "ours")
+    why = "the onnxruntime backend did not read it, and it counts now"
+    assert said["changed"] == [f"optimization.cuda.busy_wait_events: {why}", f"optimization.cuda.graph_spec: {why}"]
+    assert said["not_applicable"] == []
+    config = pbtxt.settings(pbtxt.read(tmp_path / "ours" / "config.pbtxt"), tmp_path / "ours" / "1" / "model.onnx")
+    assert config.busy_wait_events
+    assert config.graph_specs == (GraphSpec(2, {"x": (8,)}),)
+    said = convert(tmp_path / "ours", tmp_path / "back", "--to", "onnxruntime")
+    assert [line.split(": ")[0] for line in said["not_applicable"]] == [
+        "optimization.cuda.busy_wait_events",
+        "optimization.cuda.graph_spec",
+    ]
+    assert not pbtxt.read(tmp_path / "back" / "config.pbtxt").HasField("optimization")
 
 
 def test_rows_that_change_each_other_are_no_longer_joined(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from .dtypes import DType, from_triton
 from .errors import ConfigError, nearest
+from .graph_spec import GraphSpec, difference, parse_graph_specs
 
 T = TypeVar("T")
 MAX_BUCKET_SIZES = 256
@@ -49,6 +50,7 @@ class ModelConfig:
     graph_level: int | None = None
     execution_provider: str = "auto"
     buckets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    graph_specs: tuple[GraphSpec, ...] = ()
     pad_values: Mapping[str, float] = field(default_factory=dict)
     default_values: Mapping[str, float] = field(default_factory=dict)
     value_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -269,6 +271,24 @@ def _parse_accelerators(optimization: Mapping[str, Any], fields: dict[str, Any])
             options[key] = _named(key, str(value).strip())
 
 
+def _parse_cuda(
+    cuda: Mapping[str, Any], max_batch_size: int, fields: Mapping[str, Any], notes: list[str]
+) -> tuple[GraphSpec, ...]:
+    """`optimization.cuda`: the graphs to capture; whether any is captured is said by `graph_capture`, not `graphs`."""
+    if cuda.get("output_copy_stream"):
+        notes.append(
+            "optimization.cuda.output_copy_stream has no effect: outputs are copied in the order of the model's one "
+            "stream, while the next batch is staged"
+        )
+    specs = parse_graph_specs(cuda.get("graph_spec") or (), max_batch_size)
+    if specs and fields.get("buckets"):
+        notes.append("optimization.cuda.graph_spec is not used, since the parameter buckets is given")
+        return ()
+    if specs and (note := difference(specs, is_padded=fields.get("padding") != "off")):
+        notes.append(note)
+    return specs
+
+
 def _check_capture(fields: Mapping[str, Any]) -> None:
     if fields.get("graph_capture") == "off" and fields.get("captures_on_demand"):
         raise ConfigError("parameter 'captures_on_demand' needs graph capture, but 'graph_capture' is off; remove one")
@@ -344,6 +364,7 @@ def parse(
         notes.append(f"batch sizes {', '.join(map(str, too_large))} in buckets are beyond max_batch_size and not used")
     _parse_accelerators(optimization, fields)
     _check_capture(fields)
+    graph_specs = _parse_cuda(cuda, max_batch_size, fields, notes)
     required = {entry["name"] for entry in raw.get("input", ()) if not entry.get("optional")}
     for name in sorted(required & fields.get("default_values", {}).keys()):
         notes.append(f"default_values of '{name}' are not used: Triton wants that input; mark it optional: true")
@@ -356,6 +377,7 @@ def parse(
         outputs=tuple(_parse_tensor("output", entry, max_batch_size > 0) for entry in raw.get("output", ())),
         preferred_batch_sizes=tuple(int(size) for size in batching.get("preferred_batch_size", ())),
         graph_level=level,
+        graph_specs=graph_specs,
         notes=tuple(notes),
         busy_wait_events=bool(cuda.get("busy_wait_events")),
         instances=_instances(raw.get("instance_group", ()), instance.get("device_id", 0)),

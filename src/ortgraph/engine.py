@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import mul
 from typing import Any
@@ -22,6 +22,7 @@ from .config import ModelConfig
 from .dtypes import as_storage
 from .errors import InvalidRequest, ModelError, RequestError, RunError, UnsupportedRequest
 from .graph import OnDemand, capture_buckets, replay_cost
+from .graph_spec import bucket_sizes
 from .metrics import Key, Metrics, interpolated
 from .preflight import Findings, Preflight, RunExact
 from .providers import Provider, Run, Slot, open_checked, open_provider
@@ -142,6 +143,9 @@ class Engine:
             signature = signatures.build(
                 provider.inputs, outputs, is_batched=config.max_batch_size > 0, addressed=config.buckets
             )
+            if provider.can_capture and config.graph_specs:
+                sizes = bucket_sizes(config.graph_specs, signature, _fixed(config, signature))
+                config = replace(config, buckets=sizes, graph_specs=())
             findings, on_demand = Findings([False] * len(signature.dims), can_join=False), None
             if not provider.not_tensors:
                 findings, on_demand = _examine(config, provider, signature)

@@ -162,3 +162,21 @@ def test_the_loaded_line_says_what_gpu_memory_was_taken(engines) -> None:
     assert re.search(
         r"; GPU memory: \d+ MiB weights and libraries, \d+ MiB arena, graphs and buffers of 12 buckets$", cuda.summary
     )
+
+
+def test_graph_spec_is_captured(model_path: Path, engines) -> None:
+    written = config(model_path, "cuda", graph_capture="required")
+    del written["parameters"]["buckets"]
+    specs = [
+        {"batch_size": rows, "input": {name: {"dim": [str(size)]} for name in ("input_ids", "attention_mask")}}
+        for rows, size in ((1, 8), (4, 32))
+    ]
+    written["optimization"] = {"cuda": {"graphs": True, "graph_spec": specs}}
+    engine = Engine.load(parse(written, model_path=model_path))
+    assert engine.notes == ()
+    assert engine.table.ladders == ((1, 4), (8, 32))
+    made = requests(np.random.default_rng(6), 12)
+    for got, wanted in zip(engine.run_batch(made), engines[1].run_batch(made), strict=True):
+        np.testing.assert_allclose(got["embedding"], wanted["embedding"], atol=TOLERANCE)
+    assert not [key for key in engine.metrics.values() if key[0] == "ortgraph_eager_runs_total"]
+    engine.close()

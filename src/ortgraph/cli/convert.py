@@ -62,9 +62,10 @@ _OPTIMIZATION = {
 }
 _CUDA_BLOCK = {
     "graphs": "graphs are captured wherever they can be; see graph_capture",
-    "graph_spec": "give the sizes in the parameter buckets",
     "output_copy_stream": "one stream copies and runs",
 }
+_NOT_READ = "the onnxruntime backend does not read it"
+_READ_NOW = "the onnxruntime backend did not read it, and it counts now"
 _MODEL_PY = "from ortgraph.backend import TritonPythonModel"
 
 
@@ -177,7 +178,7 @@ def to_ortgraph(config: pbtxt.TritonConfig) -> Conversion:
             conversion.drop(f"parameter {key}", _NOT_OURS.get(key, "nothing here reads it"))
             pbtxt.set_parameter(config, key, "")
         elif key not in _BOTH_READ:
-            conversion.changed.append(f"parameter {key}: the onnxruntime backend did not read it, and it counts now")
+            conversion.changed.append(f"parameter {key}: {_READ_NOW}")
     return conversion
 
 
@@ -226,6 +227,8 @@ def _convert_optimization(config: pbtxt.TritonConfig, conversion: Conversion) ->
         if descriptor.name in _CUDA_BLOCK:
             conversion.drop(f"optimization.cuda.{descriptor.name}", _CUDA_BLOCK[descriptor.name])
             optimization.cuda.ClearField(descriptor.name)
+        else:
+            conversion.changed.append(f"optimization.cuda.{descriptor.name}: {_READ_NOW}")
     if not optimization.cuda.ListFields():
         optimization.ClearField("cuda")
     accelerators = optimization.execution_accelerators
@@ -278,21 +281,20 @@ def to_onnxruntime(config: pbtxt.TritonConfig) -> Conversion:
             pbtxt.set_parameter(config, key, str(names.index(value)))
             conversion.changed.append(f"parameter {key}: {value} is now {names.index(value)}, as written there")
         elif key not in _BOTH_READ:
-            conversion.drop(f"parameter {key}", "the onnxruntime backend does not read it")
+            conversion.drop(f"parameter {key}", _NOT_READ)
             pbtxt.set_parameter(config, key, "")
     optimization = config.optimization
-    if optimization.cuda.busy_wait_events:
-        conversion.drop("optimization.cuda.busy_wait_events", "the onnxruntime backend does not read it")
-        optimization.cuda.ClearField("busy_wait_events")
+    for descriptor, _ in list(optimization.cuda.ListFields()):
+        conversion.drop(f"optimization.cuda.{descriptor.name}", _NOT_READ)
+    optimization.ClearField("cuda")
     accelerators = [a for a in optimization.execution_accelerators.gpu_execution_accelerator if a.name == "cuda"]
     for accelerator in optimization.execution_accelerators.gpu_execution_accelerator:
         if accelerator.name != "cuda":
             conversion.drop(f"gpu_execution_accelerator {accelerator.name}", "the onnxruntime backend has none")
     optimization.execution_accelerators.ClearField("gpu_execution_accelerator")
     optimization.execution_accelerators.gpu_execution_accelerator.extend(accelerators)
-    for name in ("cuda", "execution_accelerators"):
-        if not getattr(optimization, name).ListFields():
-            optimization.ClearField(name)
+    if not optimization.execution_accelerators.ListFields():
+        optimization.ClearField("execution_accelerators")
     if not optimization.ListFields():
         config.ClearField("optimization")
     return conversion
