@@ -14,7 +14,8 @@ from onnx import helper
 from ortgraph import ConfigError, Engine, ModelError, RequestError
 from ortgraph.batch import Request
 from ortgraph.config import TensorConfig
-from ortgraph.errors import CancelledRequest, InvalidRequest, UnsupportedRequest
+from ortgraph.errors import CancelledRequest, CaptureError, InvalidRequest, UnsupportedRequest
+from ortgraph.providers.cpu import CpuProvider
 from tests import toys
 from tests.toys import BF16, BOOL, F32, I32, I64, TEXT, alone, dtype_of, model, plain, refused, run_batch
 
@@ -609,3 +610,13 @@ def test_a_model_that_cannot_be_batched_is_refused(tmp_path: Path) -> None:
     assert agreement_error(tmp_path, toys.grid(), max_batch_size=4) == (
         "input 's' is a scalar and has no batch axis; set max_batch_size: 0"
     )
+
+
+def test_captures_on_demand_that_cannot_be_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuProvider, "can_capture", True)
+    engine = toys.load(toys.affine(), tmp_path, max_batch_size=2, captures_on_demand=2)
+    assert engine.notes == ("nothing is captured: the CPU captures no graphs",)
+    assert engine.run({"x": np.ones((1, 3), np.float32)})["y"].tolist() == [[2, 2, 2]]
+    monkeypatch.setattr("ortgraph.engine.open_provider", CpuProvider)
+    with refused(CaptureError, "graph_capture is required, but nothing is captured: the CPU captures no graphs"):
+        toys.load(toys.affine(), tmp_path, max_batch_size=2, captures_on_demand=2, graph_capture="required")

@@ -49,6 +49,8 @@ def capture_buckets(
     buckets = list(itertools.product(*sizes)) if not without else []
     if without and not on_demand:
         notes.append(f"nothing is captured: dimension '{without[0]}' has no sizes in buckets")
+    elif without and provider.why_eager:
+        notes.append(f"nothing is captured: {provider.capture_note or provider.why_eager}")
     if len(buckets) > MAX_BUCKETS:
         raise CaptureError(f"buckets make {len(buckets)} graphs, more than {MAX_BUCKETS}; give fewer sizes")
     shapes = {b: {s.name: signature.shape(s, b) for s in signature.inputs if s.is_required} for b in buckets}

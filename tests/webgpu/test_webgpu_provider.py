@@ -73,7 +73,7 @@ def shapes(engine: Engine, buckets: list[Sizes]) -> dict[Sizes, Any]:
 def test_every_bucket_is_captured_before_ready(encoder: Engine) -> None:
     assert encoder.findings.notes == []
     assert encoder.provider_name == "webgpu"
-    assert encoder.remark == ""
+    assert provider_of(encoder).remark == ""
     assert counter(encoder, "ortgraph_live_buckets") == 4
     assert counter(encoder, "ortgraph_captures_total") >= 4
     assert counter(encoder, "ortgraph_capture_seconds_count") == counter(encoder, "ortgraph_captures_total")
@@ -192,7 +192,7 @@ def test_shape_arithmetic_is_folded_for_each_bucket(tmp_path: Path) -> None:
     engine = load(path, buckets="batch=1,2; n=4,5", graph_capture="required", padding="off")
     cpu = load(path, "cpu")
     assert counter(engine, "ortgraph_captures_total") == 4
-    assert engine.remark == (
+    assert provider_of(engine).remark == (
         "every captured bucket has a session of its own with a copy of the weights (now 4 x 0.0 MB beside the first), "
         "because the plugin leaves Slice to the CPU"
     )
@@ -256,11 +256,11 @@ def test_a_shape_whose_replay_is_not_proven_is_tried_once(tmp_path: Path) -> Non
 def test_a_specialised_session_goes_with_its_bucket(tmp_path: Path) -> None:
     path = saved(models.reshaped(), tmp_path)
     engine, cpu = load(path, captures_on_demand="1"), load(path, "cpu")
-    assert "(now 0 x 0.0 MB beside the first)" in engine.remark
+    assert "(now 0 x 0.0 MB beside the first)" in provider_of(engine).remark
     rng = np.random.default_rng(11)
     for n in (4, 5, 4):
         assert_equal(engine, cpu, [{"x": rng.standard_normal((2, n, 3), np.float32)}])
-        assert "(now 1 x 0.0 MB beside the first)" in engine.remark
+        assert "(now 1 x 0.0 MB beside the first)" in provider_of(engine).remark
     assert eager_runs(engine) == {}
     engine.close()
 

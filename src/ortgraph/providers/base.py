@@ -101,7 +101,8 @@ class DeviceSlot(Slot, Protocol):
 class Provider(Protocol):
     """An execution provider with a loaded model.
 
-    `why_eager` is the reason, one word, why no bucket can ever be captured; empty where one may be.
+    `why_eager` is the reason, one word, why no bucket can ever be captured; empty where one may be. `capture_note` says
+    more of it, where there is more.
     `rounding` is how far a replay may lie from an eager run, relative to the largest value, beyond the element type's
     own tolerance (kernels picked anew, TF32). `checks_indices`: an index outside its table is an error, not a look at
     foreign memory. `is_healthy` turns False when the device context is lost.
@@ -113,6 +114,7 @@ class Provider(Protocol):
     checks_indices: bool
     rounding: float
     why_eager: str
+    capture_note: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     not_tensors: tuple[str, ...]

@@ -30,6 +30,7 @@ class CpuProvider:
     checks_indices = True
     rounding = 0.0
     why_eager = "provider_cpu"
+    capture_note = "the CPU captures no graphs"
     remark = ""
 
     def __init__(self, config: ModelConfig, metrics: Metrics | None = None) -> None:
@@ -43,7 +44,7 @@ class CpuProvider:
 
     def capture(self, buckets: Mapping[Sizes, Mapping[str, Shape]]) -> dict[Sizes, str]:
         """Nothing is captured on the CPU."""
-        return dict.fromkeys(buckets, "the CPU captures no graphs")
+        return dict.fromkeys(buckets, self.capture_note)
 
     def retire(self, buckets: Collection[Sizes]) -> None:
         """There is nothing to retire."""
