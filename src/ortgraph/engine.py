@@ -165,6 +165,11 @@ class Engine:
         return self._provider.has_fixed_shapes or self._on_demand is not None
 
     @property
+    def tells_when_done(self) -> bool:
+        """Whether `is_done` of a batch turns True by itself; elsewhere `finish` alone finds out."""
+        return self._provider.tells_when_done
+
+    @property
     def loss(self) -> str:
         """What an unhealthy engine has lost."""
         return "the CUDA context is lost"

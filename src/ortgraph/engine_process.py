@@ -119,7 +119,7 @@ class Host:
         """How long nothing can happen but a message."""
         if not self._running:
             return None if self._channels else _FIRST_WAIT_S
-        if not self._engine.is_asynchronous or not self._sleeps:
+        if not self._engine.tells_when_done or not self._sleeps:
             return 0.0
         left_s = self._free_at_s - time.perf_counter() - _MARGIN_S
         if self._waiting:
@@ -160,7 +160,7 @@ class Host:
         channel.close()
 
     def _is_done(self, running: _Running) -> bool:
-        return not self._engine.is_asynchronous or running.batch.is_done()
+        return not self._engine.tells_when_done or running.batch.is_done()
 
     def _lead_s(self) -> float:
         """How long before the device is free the launch of what waits must begin."""

@@ -105,13 +105,15 @@ class Provider(Protocol):
     more of it, where there is more.
     `rounding` is how far a replay may lie from an eager run, relative to the largest value, beyond the element type's
     own tolerance (kernels picked anew, TF32). `checks_indices`: an index outside its table is an error, not a look at
-    foreign memory. `is_healthy` turns False when the device context is lost.
+    foreign memory. `is_healthy` turns False when the device context is lost. `tells_when_done`: a run's `is_done` turns
+    True when the device has done it.
     """
 
     name: str
     can_capture: bool
     is_healthy: bool
     checks_indices: bool
+    tells_when_done: bool
     rounding: float
     why_eager: str
     capture_note: str

@@ -28,6 +28,7 @@ class CpuProvider:
     can_capture = False
     is_healthy = True
     checks_indices = True
+    tells_when_done = False
     rounding = 0.0
     why_eager = "provider_cpu"
     capture_note = "the CPU captures no graphs"

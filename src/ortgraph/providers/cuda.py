@@ -86,6 +86,7 @@ class CudaProvider:
     can_capture = True
     is_healthy = True
     checks_indices = False
+    tells_when_done = True
     capture_note = ""
 
     def __init__(self, config: ModelConfig, metrics: Metrics | None = None) -> None:

@@ -111,6 +111,7 @@ class WebGpuProvider:
     can_capture = True
     is_healthy = True
     checks_indices = False
+    tells_when_done = False
     rounding = 1e-4  # a specialised session may be optimised differently
 
     def __init__(self, config: ModelConfig, metrics: Metrics | None = None) -> None:
